@@ -1,0 +1,3 @@
+"""FlowInfer: LLM inference as one typed, checked, re-wirable dataflow graph."""
+
+__version__ = "0.1.0"

@@ -1,0 +1,306 @@
+"""Every message that crosses an edge, and every control event that travels beside the edges. Knows nothing of sockets.
+
+Messages are msgspec structs; token ids and other numbers in bulk are numpy arrays, which the codec carries as buffers.
+Per-request messages (Call, Prompt, Sequence) travel one by one; per-step messages (Tokens, Text) carry a whole batch.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, Literal
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+type_registry: dict[str, type[Message]] = {}
+Ids = NDArray[np.int32]
+FinishReason = Literal["stop", "length", "abort"]
+
+
+class Message(msgspec.Struct, array_like=True, kw_only=True):
+    """Base of everything that travels. `local` messages hold references to device memory and never leave their worker."""
+
+    local: ClassVar[bool] = False
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        type_registry[cls.__name__] = cls
+
+
+# ---------------------------------------------------------------------------------------------- what a request asks for
+
+
+class Sampling(msgspec.Struct, array_like=True, kw_only=True, frozen=True):
+    """How to choose tokens. temperature 0 is greedy. Penalties as in the OpenAI API; repetition_penalty as in CTRL (2019)."""
+
+    max_tokens: int = 16
+    min_tokens: int = 0
+    temperature: float = 1.0
+    top_k: int = 0  # 0: off
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    seed: int | None = None  # None: the gateway draws one, so that a request replayed inside the service repeats itself
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    logit_bias: dict[int, float] = {}
+    logprobs: int | None = None  # number of top alternatives beside the chosen token; None: no logprobs
+
+
+class Call(Message):
+    """A request as it came in: `messages` for a chat, or `prompt` (text or ids) for a completion. Made by the gateway.
+
+    id is unique in the life of the service. deadline is in seconds of the host's monotonic clock, None for no limit.
+    """
+
+    id: str
+    sampling: Sampling
+    messages: list[dict[str, Any]] | None = None
+    tools: list[dict[str, Any]] | None = None
+    prompt: str | Ids | None = None
+    cache_salt: str = ""
+    cache_class: str = "chat"
+    template_args: dict[str, Any] = {}
+    deadline: float | None = None
+
+
+class PrefixHint(msgspec.Struct, array_like=True, kw_only=True):
+    """What the cache is believed to hold of a prompt: owners of its leading blocks, in order. A hint, never a promise."""
+
+    hashes: list[bytes] = []  # chain hashes of every full block of the prompt, cached or not
+    owners: list[str] = []  # owners[i]: worker instance that holds block i; shorter than hashes
+
+
+class Prompt(Message):
+    """A tokenized request on its way to the model. The facets below are filled in by the stages that add them."""
+
+    id: str
+    tokens: Ids
+    sampling: Sampling
+    cache_salt: str = ""
+    cache_class: str = "chat"
+    deadline: float | None = None
+    bucket: str | None = None  # facet `bucket`
+    prefix: PrefixHint | None = None  # facet `prefix`
+
+
+class KVHandle(msgspec.Struct, array_like=True, kw_only=True):
+    """Where the KV of a sequence lies. blocks are int32 ids in the arena of `layout`, owned by `owner` at `generation`."""
+
+    layout: str
+    owner: str
+    generation: int
+    blocks: Ids
+    num_tokens: int  # tokens whose KV is computed: the prompt less its last one
+    cached_tokens: int = 0  # of those, how many were reused
+    transport: str = "local"  # local | shm | tcp
+
+
+class Sequence(Prompt):
+    """A prompt whose KV (all tokens but the last) is computed and can be decoded."""
+
+    kv: KVHandle | None = None
+
+
+# -------------------------------------------------------------------------------------- what comes out, a step at a time
+
+
+class Opening(msgspec.Struct, array_like=True, kw_only=True):
+    """What detokenize and the gateway must know of a sequence; travels with its first Tokens."""
+
+    id: str
+    sampling: Sampling
+    prompt_tokens: int
+    cached_tokens: int
+
+
+class TokenLogprob(msgspec.Struct, array_like=True):
+    """log-probability (natural, after temperature 1, before filters) of a token, with the best alternatives."""
+
+    token: int
+    logprob: float
+    top: list[tuple[int, float]] = []
+
+
+class Finish(msgspec.Struct, array_like=True, kw_only=True):
+    """The last word on a sequence: why it ended and what it used."""
+
+    reason: FinishReason
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    cached_tokens: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
+    stop: str | int | None = None  # the stop string or token id that was met
+
+
+class Tokens(Message):
+    """The tokens that one decode step yielded: sequence ids[i] got counts[i] of the flat `tokens`, in order.
+
+    finished maps an index into ids to its Finish; opened describes sequences that appear for the first time;
+    logprobs, where a sequence asked for them, maps an index into ids to one TokenLogprob a token.
+    """
+
+    step: int
+    ids: list[str]
+    counts: Ids
+    tokens: Ids
+    opened: list[Opening] = []
+    finished: dict[int, Finish] = {}
+    logprobs: dict[int, list[TokenLogprob]] = {}
+
+
+class TextLogprob(msgspec.Struct, array_like=True):
+    """TokenLogprob with tokens as text; `data` are the token's bytes, which may be half a character."""
+
+    text: str
+    logprob: float
+    data: bytes
+    top: list[tuple[str, float, bytes]] = []
+
+
+class Piece(msgspec.Struct, array_like=True, kw_only=True):
+    """New text of one sequence, always whole characters. The last piece carries `finish`."""
+
+    id: str
+    text: str = ""
+    tokens: list[int] = []
+    logprobs: list[TextLogprob] = []
+    finish: Finish | None = None
+
+
+class Text(Message):
+    """The text that one step yielded, over all sequences."""
+
+    step: int
+    pieces: list[Piece]
+
+
+# -------------------------------------------------------- local messages: the decode loop, batch rows by slot, no copying
+
+
+class Logits(Message):
+    """Logits of one step, float32 [rows, vocab] on the device. Sequence in slots[i] owns rows starts[i]:starts[i+1]."""
+
+    local: ClassVar[bool] = True
+    step: int
+    slots: Ids
+    starts: Ids
+    logits: Any
+    hidden: Any = None
+
+
+class Proposal(Message):
+    """What to run next: for slots[i], its last accepted token and counts[i]-1 drafts, flat in `tokens`."""
+
+    local: ClassVar[bool] = True
+    step: int
+    slots: Ids
+    counts: Ids
+    tokens: Ids
+
+
+# --------------------------------------------------------------------------------- control: ahead of data, never queued
+
+
+class Event(Message):
+    """Base of control events. They travel on the control channel and reach every stage whose `observe` takes them."""
+
+
+class Cancel(Event):
+    """The client of these requests went away, or their deadline passed: stop the work and free what they hold."""
+
+    ids: list[str]
+
+
+class Ended(Event):
+    """These requests have had their End or Failure; whatever comes late for them is refused."""
+
+    ids: list[str]
+
+
+class Failure(Event):
+    """A request failed in a stage; sent to the gateway. status and code as in RequestError."""
+
+    id: str
+    status: int = 500
+    message: str = ""
+    code: str = ""
+    param: str | None = None
+    stage: str = ""
+    retry_after_s: float | None = None
+
+
+class Credit(Event):
+    """The consumer instance of an edge lets this producer send `amount` more in `lane` (unit: the edge's)."""
+
+    edge: str
+    lane: str
+    amount: int
+
+
+class WorkerDown(Event):
+    """This generation of a worker is dead. Free what it leased, fail what it held, refuse what it still has in flight."""
+
+    worker: str
+    generation: int
+
+
+class WorkerUp(Event):
+    """A worker (again) listens at these endpoints; sent by the supervisor to its peers."""
+
+    worker: str
+    generation: int
+    data: str
+    control: str
+
+
+class BlockStored(Event):
+    """`owner` now holds these prefix-cache blocks (chain hashes, in chain order)."""
+
+    owner: str
+    hashes: list[bytes]
+
+
+class BlockRemoved(Event):
+    """`owner` no longer holds these blocks."""
+
+    owner: str
+    hashes: list[bytes]
+
+
+class BlocksCleared(Event):
+    """`owner` holds no cached block any more."""
+
+    owner: str
+
+
+class KVRelease(Event):
+    """The lessee is done with the blocks of these requests. `commits`: blocks it filled, with their chain hashes."""
+
+    ids: list[str]
+    commits: list[tuple[int, bytes]] = []
+
+
+class KVPin(Event):
+    """Asks the owner to hold these cached blocks for a reader, who copies them. Answered by KVPinned."""
+
+    id: str
+    hashes: list[bytes]
+
+
+class KVPinned(Event):
+    """The blocks (arena ids) pinned for request `id`: those of the leading hashes that the owner still had."""
+
+    id: str
+    blocks: Ids
+    generation: int = 0
+
+
+class KVUnpin(Event):
+    """The reader has copied the blocks of request `id`."""
+
+    id: str

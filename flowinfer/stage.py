@@ -1,0 +1,222 @@
+"""The contract of a stage: settings, ports, facets, and the context that the worker hands it. Never imports torch.
+
+A stage turns a batch of messages into messages. Its ports are the annotations of `step`: each parameter is an input
+(`prompts: list[Prompt]`), each member of the returned `Iterable[A | B]` an output. Construction is cheap, `open()` loads,
+`step()` works and never blocks.
+"""
+
+from __future__ import annotations
+
+import re
+import types
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from pydantic import BaseModel, ConfigDict
+
+from flowinfer.errors import FlowInferError, RequestError
+from flowinfer.message import Event, Message
+
+if TYPE_CHECKING:
+    from flowinfer.engine.layout import KVLayout
+
+Result = TypeVar("Result")
+Shared = TypeVar("Shared")
+Unit = Literal["messages", "blocks"]
+
+
+class StageConfig(BaseModel):
+    """Base of a stage's settings: unknown keys are errors, values don't change. Give units by flowinfer.units types."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, protected_namespaces=())
+
+    def contract(self) -> Contract:
+        """What the stage needs and gives with these settings. Override where it needs or adds anything."""
+        return Contract()
+
+
+@dataclass(frozen=True)
+class ModelUse:
+    """The model that a stage loads, as written in the file. weights=False: only tokenizer, template and configuration."""
+
+    model: str
+    weights: bool = False
+    dtype: str = "auto"
+
+
+@dataclass(frozen=True)
+class Conflict:
+    """A setting of this stage that can't stand beside a setting of another stage in the same graph."""
+
+    setting: str  # of this stage, as in "draft"
+    kind: str  # of the other stage
+    other: str  # setting of the other stage
+    values: tuple[object, ...]  # its values that conflict
+    reason: str
+
+
+@dataclass(frozen=True)
+class Contract:
+    """What a stage asks of a graph. The checker reads it without opening anything.
+
+    needs: facets that messages of an input port must carry, by port name.  adds, drops: facets that outputs gain or lose.
+    held: input ports whose credit the stage gives back itself (`ctx.give_back`), since it keeps their messages for long.
+    units: unit of credit by input port where it isn't messages.  beside: kinds that must run in the same worker.
+    reserves: the stage takes credit of its output edge with `ctx.reserve` before it works on a message.
+    """
+
+    needs: Mapping[str, frozenset[str]] = field(default_factory=dict)
+    adds: frozenset[str] = frozenset()
+    drops: frozenset[str] = frozenset()
+    model: ModelUse | None = None
+    held: frozenset[str] = frozenset()
+    units: Mapping[str, Unit] = field(default_factory=dict)
+    beside: frozenset[str] = frozenset()
+    reserves: bool = False
+    conflicts: tuple[Conflict, ...] = ()
+
+
+@dataclass(frozen=True)
+class Port:
+    """One input (named after the parameter) or output (named after the message type, `Tokens` -> `tokens`) of a stage."""
+
+    name: str
+    message: type[Message]
+
+
+class Clock(Protocol):
+    """Time as a value, so that a test or the simulator can live through days in a millisecond."""
+
+    def now(self) -> float:
+        """Seconds of a monotonic clock that all processes of this host share."""
+
+    def wall(self) -> float:
+        """Seconds since 1970, for what must outlive the host's uptime."""
+
+
+@dataclass(frozen=True)
+class Arena:
+    """Block memory of one KV layout. All CPU workers of a host map the same bytes and allocate from their own range.
+
+    buffer holds num_blocks blocks of layout.block_bytes each; this worker owns ids first_block up to end_block (exclusive).
+    quarantined: ids of that range that another worker still reads from this worker's dead predecessor; each becomes
+    free when a KVRelease names its request.  shared: other workers see the same bytes.
+    """
+
+    buffer: memoryview
+    num_blocks: int
+    first_block: int
+    end_block: int
+    shared: bool = False
+    quarantined: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # by request id
+
+
+class Context(Protocol):
+    """What a stage may use of its worker. Not thread-safe: only for the worker's loop, except inside `submit`."""
+
+    stage: str  # name in the file
+    worker: str  # instance, as in "prefill.0"
+    generation: int  # rises each time the worker is started again
+    device: str  # "cpu", "cuda:0"
+    threads: int
+    clock: Clock
+
+    def submit(self, fn: Callable[[], Result], then: Callable[[Result | BaseException], Iterable[Message] | None]) -> None:
+        """Runs fn in a small thread pool; `then` runs in the loop with its result or error, and may return messages."""
+
+    def call_at(self, when: float, fn: Callable[[], Iterable[Message] | None]) -> None:
+        """Runs fn in the loop once clock.now() reaches `when`."""
+
+    def fail(self, request: str, error: RequestError) -> None:
+        """Ends a request with an error that its client gets. Frees nothing: the stage has done so."""
+
+    def give_back(self, port: str, lane: str = "", amount: int = 1) -> None:
+        """Grants `amount` of credit to the producers of a `held` port, in the lane of the message that has left it."""
+
+    def reserve(self, output: str, request: str, amount: int) -> bool:
+        """Takes `amount` of credit for `request` on the edge of this output port and binds it to one consumer.
+
+        False when no consumer has that much; ask again on a later step. The message sent later for this request uses
+        it. Always true, and free, on an edge inside the worker. `unreserve` returns it when the request dies first.
+        """
+
+    def unreserve(self, output: str, request: str) -> None:
+        """Returns what `reserve` took; harmless when it took nothing."""
+
+    def send(self, event: Event, to: str | None = None) -> None:
+        """Sends a control event to one worker instance, or to all (this one included, after this step)."""
+
+    def shared(self, key: object, make: Callable[[], Shared]) -> Shared:
+        """The object of this key that the stages of this worker share (an engine, say), made on first use."""
+
+    def arena(self, layout: KVLayout) -> Arena:
+        """The block memory that the plan set aside for this worker and layout."""
+
+
+class Stage:
+    """Base of all stages. Subclasses define Config, step, and where they hold anything, busy, cancel and close."""
+
+    Config: ClassVar[type[StageConfig]] = StageConfig
+    kind: ClassVar[str] = ""
+    listens: ClassVar[tuple[type[Event], ...]] = ()
+
+    def __init__(self, config: Any, ctx: Context) -> None:
+        self.config = config
+        self.ctx = ctx
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if "kind" not in cls.__dict__:
+            cls.kind = re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "-", cls.__name__).lower()
+
+    if not TYPE_CHECKING:
+
+        def step(self, *inputs: list[Message]) -> Iterable[Message]:
+            raise FlowInferError(f"{type(self).__name__} has no step().")
+
+    @property
+    def busy(self) -> bool:
+        """True while the stage has work in hand and wants `step` again without waiting for a message."""
+        return False
+
+    def open(self) -> None:
+        """Loads what the stage needs. Slow is fine; errors raised here are shown with the stage and its place in the file."""
+
+    def close(self) -> None:
+        """Frees what `open` took."""
+
+    def cancel(self, requests: Collection[str]) -> None:
+        """Forgets these requests and frees what they hold. Unknown ids are normal."""
+
+    def observe(self, event: Event) -> Iterable[Message] | None:
+        """Takes a control event of a type in `listens`."""
+        return None
+
+
+def ports(stage: type[Stage]) -> tuple[tuple[Port, ...], tuple[Port, ...]]:
+    """Inputs and outputs of a stage, from the annotations of `step`. Raises FlowInferError where they don't say."""
+    step = stage.step
+    try:
+        hints = get_type_hints(step)
+    except Exception as error:
+        raise FlowInferError(f"{stage.__name__}.step: its annotations can't be read: {error}") from error
+    returned = hints.pop("return", None)
+    inputs = tuple(Port(name, message) for name, hint in hints.items() for message in _members(stage, name, hint))
+    if get_origin(returned) is None and returned is not type(None):
+        raise FlowInferError(f"{stage.__name__}.step must return Iterable[SomeMessage], not {returned}.")
+    outputs = () if returned is type(None) else tuple(Port(_snake(m), m) for m in _members(stage, "return", returned))
+    return inputs, outputs
+
+
+def _members(stage: type[Stage], name: str, hint: Any) -> tuple[type[Message], ...]:
+    (inner,) = get_args(hint) or (hint,)
+    members = get_args(inner) if get_origin(inner) in (Union, types.UnionType) else (inner,)
+    for member in members:
+        if not (isinstance(member, type) and issubclass(member, Message)):
+            raise FlowInferError(f"{stage.__name__}.step: {name} must be a list or Iterable of messages, not {hint}.")
+    return members
+
+
+def _snake(message: type[Message]) -> str:
+    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", message.__name__).lower()
