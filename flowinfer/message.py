@@ -235,11 +235,21 @@ class Failure(Event):
 
 
 class Credit(Event):
-    """The consumer instance of an edge lets this producer send `amount` more in `lane` (unit: the edge's)."""
+    """The consumer instance of an edge lets this producer send `amount` more in `lane` (unit: the edge's).
+
+    ids: requests that have left the consumer, so that its death no longer harms them.
+    """
 
     edge: str
     lane: str
     amount: int
+    ids: list[str] = []
+
+
+class Moved(Event):
+    """These requests are now held by the worker that sends this; goes to the gateway, whose ledger fails them if it dies."""
+
+    ids: list[str]
 
 
 class WorkerDown(Event):

@@ -8,6 +8,7 @@ A stage turns a batch of messages into messages. Its ports are the annotations o
 from __future__ import annotations
 
 import re
+import socket
 import types
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -121,6 +122,7 @@ class Context(Protocol):
     device: str  # "cpu", "cuda:0"
     threads: int
     clock: Clock
+    listener: socket.socket | None  # the service's listening socket, in the front worker
 
     def submit(self, fn: Callable[[], Result], then: Callable[[Result | BaseException], Iterable[Message] | None]) -> None:
         """Runs fn in a small thread pool; `then` runs in the loop with its result or error, and may return messages."""
@@ -131,8 +133,14 @@ class Context(Protocol):
     def fail(self, request: str, error: RequestError) -> None:
         """Ends a request with an error that its client gets. Frees nothing: the stage has done so."""
 
-    def give_back(self, port: str, lane: str = "", amount: int = 1) -> None:
-        """Grants `amount` of credit to the producers of a `held` port, in the lane of the message that has left it."""
+    def wake(self) -> None:
+        """Makes the loop call `step` of this stage if it is busy. The only method that other threads may call."""
+
+    def full(self, output: str) -> bool:
+        """True while the edges of this output port can't take more: what is sent now would wait, not be lost."""
+
+    def give_back(self, port: str, request: str) -> None:
+        """Returns the credit of a `held` port that the message of this request took; it has left the stage."""
 
     def reserve(self, output: str, request: str, amount: int) -> bool:
         """Takes `amount` of credit for `request` on the edge of this output port and binds it to one consumer.
