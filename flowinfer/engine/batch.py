@@ -1,0 +1,98 @@
+"""The sequences that one engine decodes, as arrays by slot. Knows nothing of models or sockets.
+
+Legend: slot, the row of a sequence in every array here; it is reused, and `version` tells one tenant from the next.
+One owner per field: moe-decode adds and places (add, finish, blocks), spec-verify writes the history (tokens, num_tokens).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flowinfer.message import Ids, Sequence
+
+
+class Batch:
+    """Structure of arrays over at most `max_slots` sequences of at most `max_tokens` tokens, drafts not counted.
+
+    tokens int32 [max_slots, max_tokens]: prompt and accepted output.  num_tokens, num_prompt int32 [max_slots].
+    blocks int32 [max_slots, max_blocks]: arena block ids, num_blocks of them valid.  version int64 [max_slots].
+    joined: slots added since spec-verify last looked; it takes and clears the list.
+    """
+
+    def __init__(
+        self,
+        *,
+        max_slots: int,
+        max_tokens: int,
+        max_drafts: int,
+        block_tokens: int,
+        eos_token_ids: tuple[int, ...],
+        vocab_size: int,
+        on_finish: Callable[[int], None],
+    ) -> None:
+        self.max_slots, self.max_tokens, self.max_drafts = max_slots, max_tokens, max_drafts
+        self.block_tokens = block_tokens
+        self.eos_token_ids, self.vocab_size = eos_token_ids, vocab_size
+        max_blocks = -(-(max_tokens + max_drafts) // block_tokens)
+        self.tokens: Ids = np.zeros((max_slots, max_tokens), np.int32)
+        self.blocks: Ids = np.zeros((max_slots, max_blocks), np.int32)
+        self.num_tokens: Ids = np.zeros(max_slots, np.int32)
+        self.num_prompt: Ids = np.zeros(max_slots, np.int32)
+        self.num_blocks: Ids = np.zeros(max_slots, np.int32)
+        self.version: NDArray[np.int64] = np.zeros(max_slots, np.int64)
+        self.ids: list[str | None] = [None] * max_slots
+        self.prompts: list[Sequence | None] = [None] * max_slots
+        self.joined: list[int] = []
+        self.slot_of: dict[str, int] = {}
+        self._free = list(range(max_slots - 1, -1, -1))
+        self._on_finish = on_finish
+
+    def __len__(self) -> int:
+        return len(self.slot_of)
+
+    @property
+    def num_free(self) -> int:
+        """Slots that `add` can still give."""
+        return len(self._free)
+
+    def add(self, sequence: Sequence, history: Ids, blocks: Ids) -> int:
+        """Gives the sequence a slot. history: prompt and, after a preemption, its output so far; blocks: its KV so far."""
+        slot = self._free.pop()
+        self.version[slot] += 1
+        self.ids[slot], self.prompts[slot] = sequence.id, sequence
+        self.tokens[slot, : len(history)] = history
+        self.num_tokens[slot], self.num_prompt[slot] = len(history), len(sequence.tokens)
+        self.blocks[slot, : len(blocks)] = blocks
+        self.num_blocks[slot] = len(blocks)
+        self.slot_of[sequence.id] = slot
+        self.joined.append(slot)
+        return slot
+
+    def history(self, slot: int) -> Ids:
+        """A copy of the tokens of this slot, prompt and output."""
+        return self.tokens[slot, : self.num_tokens[slot]].copy()
+
+    def finish(self, slot: int) -> None:
+        """The sequence ended: frees its slot and its KV at once."""
+        self._on_finish(slot)
+        self.remove(slot)
+
+    def remove(self, slot: int) -> None:
+        """Takes the sequence out of the batch; whoever calls this keeps or frees the KV."""
+        id = self.ids[slot]
+        assert id is not None, "a slot is removed once"
+        del self.slot_of[id]
+        self.ids[slot] = self.prompts[slot] = None
+        self.num_tokens[slot] = self.num_blocks[slot] = 0
+        self.version[slot] += 1
+        if slot in self.joined:
+            self.joined.remove(slot)
+        self._free.append(slot)
+
+    def live(self, slots: Ids, versions: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Which of these slots still hold the sequence that they held when `versions` was read."""
+        alive: NDArray[np.bool_] = self.version[slots] == versions
+        return alive
