@@ -209,6 +209,8 @@ class Proposal(Message):
 class Event(Message):
     """Base of control events. They travel on the control channel and reach every stage whose `observe` takes them."""
 
+    bulk: ClassVar[bool] = False
+
 
 class Cancel(Event):
     """The client of these requests went away, or their deadline passed: stop the work and free what they hold."""
@@ -289,9 +291,10 @@ class BlocksCleared(Event):
 
 
 class KVRelease(Event):
-    """The lessee is done with the blocks of these requests. `commits`: blocks it filled, with their chain hashes."""
+    """The lessee is done with the blocks of this request. `commits`: blocks of the owner that it filled, with their names."""
 
-    ids: list[str]
+    id: str
+    lessee: str
     commits: list[tuple[int, bytes]] = []
 
 
@@ -299,6 +302,7 @@ class KVPin(Event):
     """Asks the owner to hold these cached blocks for a reader, who copies them. Answered by KVPinned."""
 
     id: str
+    reader: str
     hashes: list[bytes]
 
 
@@ -306,11 +310,29 @@ class KVPinned(Event):
     """The blocks (arena ids) pinned for request `id`: those of the leading hashes that the owner still had."""
 
     id: str
+    owner: str
     blocks: Ids
-    generation: int = 0
 
 
 class KVUnpin(Event):
     """The reader has copied the blocks of request `id`."""
 
     id: str
+    reader: str
+
+
+class KVFetch(Event):
+    """Asks the owner to push the KV of request `id` in frames, for workers that don't share its memory."""
+
+    id: str
+    to: str
+
+
+class KVData(Event):
+    """One block of a fetched request: `index` counts from the start of the sequence; bytes as the layout says."""
+
+    bulk: ClassVar[bool] = True  # travels with the data, behind which no cancel has to wait
+    id: str
+    index: int
+    layout: str
+    data: NDArray[np.uint8]

@@ -142,11 +142,15 @@ class Context(Protocol):
     def give_back(self, port: str, request: str) -> None:
         """Returns the credit of a `held` port that the message of this request took; it has left the stage."""
 
-    def reserve(self, output: str, request: str, amount: int) -> bool:
-        """Takes `amount` of credit for `request` on the edge of this output port and binds it to one consumer.
+    def offer(self, port: str, amount: int) -> None:
+        """Raises the credit that this instance grants on an input port; for `open`, once the stage knows its capacity."""
 
-        False when no consumer has that much; ask again on a later step. The message sent later for this request uses
-        it. Always true, and free, on an edge inside the worker. `unreserve` returns it when the request dies first.
+    def reserve(self, output: str, request: str, amount: int) -> str | None:
+        """Takes `amount` of credit for `request` on the edge of this output port and binds it to one consumer instance.
+
+        Returns that instance's name, or None when no consumer has that much: ask again on a later step. The message sent
+        later for this request uses it; `unreserve` returns it when the request dies first. On an edge inside the worker
+        it is free and always granted: the name is this worker's own.
         """
 
     def unreserve(self, output: str, request: str) -> None:
