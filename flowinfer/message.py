@@ -249,9 +249,11 @@ class Credit(Event):
 
 
 class Moved(Event):
-    """These requests are now held by the worker that sends this; goes to the gateway, whose ledger fails them if it dies."""
+    """These requests are now held by `worker` of this generation; goes to the gateway, whose ledger fails them if it dies."""
 
     ids: list[str]
+    worker: str = ""
+    generation: int = 0
 
 
 class WorkerDown(Event):
@@ -268,6 +270,17 @@ class WorkerUp(Event):
     generation: int
     data: str
     control: str
+
+
+class Drain(Event):
+    """The service is about to stop: the gateway admits nothing new and finishes what is open."""
+
+
+class Stats(Event):
+    """The metric samples (name, labels, value) of one worker; goes to the gateway, which serves them on /metrics."""
+
+    worker: str
+    samples: list[tuple[str, dict[str, str], float]]
 
 
 class BlockStored(Event):
