@@ -1,0 +1,86 @@
+"""Remembers which owner holds which cached block, as far as block events told. Holds no KV, asks nobody, decides no restore.
+
+An owner is a name: a worker instance ("prefill.0") or a tier ("disk"). What the index says is a hint: a block may be gone
+by the time that somebody reads it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+Owners = tuple[str, ...]
+
+
+class BlockIndex:
+    """Owners by block name (chain hash) and blocks by owner. All updates may be repeated or name unknown blocks."""
+
+    def __init__(self) -> None:
+        self._owners: dict[bytes, Owners] = {}  # in the order in which they stored it
+        self._blocks: dict[str, set[bytes]] = {}
+        self._interned: dict[Owners, Owners] = {}  # a million blocks share a handful of owner tuples
+
+    def __len__(self) -> int:
+        return len(self._owners)
+
+    def __contains__(self, name: bytes) -> bool:
+        return name in self._owners
+
+    def num_blocks(self, owner: str) -> int:
+        """Blocks that this owner holds."""
+        return len(self._blocks.get(owner, ()))
+
+    def owners(self, name: bytes) -> Owners:
+        """Who holds this block, longest holder first."""
+        return self._owners.get(name, ())
+
+    def stored(self, owner: str, names: Iterable[bytes]) -> None:
+        """`owner` holds these blocks from now on."""
+        blocks = self._blocks.setdefault(owner, set())
+        for name in names:
+            if name not in blocks:
+                blocks.add(name)
+                self._set(name, (*self._owners.get(name, ()), owner))
+
+    def removed(self, owner: str, names: Iterable[bytes]) -> None:
+        """`owner` holds these blocks no more."""
+        blocks = self._blocks.get(owner, set())
+        for name in names:
+            if name in blocks:
+                blocks.remove(name)
+                self._set(name, tuple(other for other in self._owners[name] if other != owner))
+        if not blocks:
+            self._blocks.pop(owner, None)
+
+    def cleared(self, owner: str) -> None:
+        """`owner` holds nothing any more: it emptied its cache, or it died."""
+        self.removed(owner, tuple(self._blocks.get(owner, ())))
+
+    def num_leading(self, names: Sequence[bytes]) -> int:
+        """How many leading blocks somebody holds."""
+        return next((i for i, name in enumerate(names) if name not in self._owners), len(names))
+
+    def longest_prefix(self, names: Sequence[bytes]) -> list[str]:
+        """One owner for each leading block that somebody holds, with as few changes of owner as can be.
+
+        Staying with an owner as long as it goes and then taking the one that goes furthest is optimal, as in covering
+        a line by intervals. Ties go to the owner that has held the run's first block for longest.
+        """
+        prefix: list[str] = []
+        run: Owners = ()  # owners that hold every block since the last change
+        length = 0
+        for name in names:
+            holders = self._owners.get(name)
+            if holders is None:
+                break
+            still = run if holders is run else tuple(owner for owner in run if owner in holders)
+            if not still:
+                prefix += run[:1] * length
+                still, length = holders, 0
+            run, length = still, length + 1
+        return prefix + list(run[:1]) * length
+
+    def _set(self, name: bytes, owners: Owners) -> None:
+        if owners:
+            self._owners[name] = self._interned.setdefault(owners, owners)
+        else:
+            del self._owners[name]
