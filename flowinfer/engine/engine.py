@@ -1,0 +1,315 @@
+"""One model on one device: its weights, its KV memory, and which request holds what of it. Decides nothing.
+
+The stages of a worker that run the same model share one engine. KV lies in an arena of blocks (see layout); on CPU all
+workers of a host map the same arena and allocate from ranges of their own, so that lending a prefix to another worker
+costs a message and no copy: the owner keeps the blocks until the lessee's KVRelease, or until the lessee dies.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+
+from flowinfer.cache.keys import extend_chain
+from flowinfer.engine import hub
+from flowinfer.engine.cost import StepTimeModel
+from flowinfer.engine.held import HeldKV, Run
+from flowinfer.engine.layout import DTYPE_BYTES, KVLayout
+from flowinfer.engine.models import load_model
+from flowinfer.engine.pool import KVPool
+from flowinfer.engine.step import StepInput
+from flowinfer.message import (
+    BlockRemoved,
+    BlockStored,
+    Event,
+    Ids,
+    KVData,
+    KVFetch,
+    KVHandle,
+    KVPin,
+    KVPinned,
+    KVRelease,
+    KVUnpin,
+    Prompt,
+    WorkerDown,
+)
+from flowinfer.stage import Arena, Context
+
+_ANY_LESSEE = "*"  # of blocks that outlived this worker's dead predecessor: whoever holds them will name the request
+
+
+class Engine:
+    """Weights, KV memory and held sequences of one model. `kv` is the arena tensor, as in KVLayout."""
+
+    def __init__(self, ctx: Context, model: str, dtype: str) -> None:
+        path = hub.resolve(model)
+        torch.set_num_threads(ctx.threads)
+        self.ctx = ctx
+        self.model = load_model(path, dtype=dtype, device=ctx.device)
+        self.layout: KVLayout = hub.describe(path).layout(str(self.model.dtype).removeprefix("torch."))
+        arena = ctx.arena(self.layout)
+        self.kv = _arena_tensor(arena, self.layout, ctx.device)
+        self.shares_memory = arena.shared
+        self.pool = KVPool(
+            arena.first_block,
+            arena.end_block,
+            cached_limit=arena.end_block - arena.first_block,
+            on_stored=lambda hashes: ctx.send(BlockStored(owner=ctx.worker, hashes=hashes)),
+            on_removed=lambda hashes: ctx.send(BlockRemoved(owner=ctx.worker, hashes=hashes)),
+        )
+        self.held: dict[str, HeldKV] = {}
+        self.on_release: list[Callable[[str], None]] = []
+        self.cost = StepTimeModel()
+        self.starved = False  # decode lacks blocks: no new prompt may take any
+        self._pins: dict[tuple[str, str], list[int]] = {}
+        self._keeper: object = None
+        self.last_step = (0, 0, 0.0)  # tokens, query-key pairs, seconds of the last forward pass
+        for request, blocks in arena.quarantined.items():
+            self._keep_for_lessee(request, list(blocks))
+
+    @classmethod
+    def of(cls, ctx: Context, model: str, dtype: str) -> Engine:
+        """The engine of this model in this worker, loaded on first use."""
+        return ctx.shared(("engine", model, dtype), lambda: cls(ctx, model, dtype))
+
+    # ------------------------------------------------------------------------------------------- holding and freeing
+
+    def start(self, prompt: Prompt) -> HeldKV | None:
+        """Holds blocks for all tokens of the prompt but the last, reusing what is cached here. None: no room now."""
+        names = prompt.prefix.hashes if prompt.prefix else []
+        reused = self.pool.acquire(names)
+        fresh = self.pool.allocate(self.layout.blocks_for(len(prompt.tokens) - 1) - len(reused))
+        if fresh is None:
+            self.pool.release(reused)
+            return None
+        cached = len(reused) * self.layout.block_tokens
+        held = HeldKV(
+            id=prompt.id,
+            blocks=reused + fresh,
+            num_computed=cached,
+            cached_tokens=cached,
+            names=list(names),
+            num_committed=len(reused),
+            caching=prompt.prefix is not None,
+            salt=prompt.cache_salt,
+        )
+        self.held[prompt.id] = held
+        return held
+
+    def grow(self, held: HeldKV, num_tokens: int) -> bool:
+        """Makes room for num_tokens tokens in all. False, and nothing changed, where blocks run out."""
+        missing = self.layout.blocks_for(num_tokens) - len(held.blocks)
+        fresh = self.pool.allocate(missing) if missing > 0 else []
+        if fresh is None:
+            return False
+        held.blocks += fresh
+        return True
+
+    def lend(self, id: str, lessee: str) -> KVHandle:
+        """Describes what the request holds for the worker that decodes it; another worker than this one leases it."""
+        held = self.held[id]
+        held.lessee = lessee if lessee != self.ctx.worker else None
+        return KVHandle(
+            layout=self.layout.digest,
+            owner=self.ctx.worker,
+            generation=self.ctx.generation,
+            blocks=np.array(held.blocks, np.int32),
+            num_tokens=held.num_computed,
+            cached_tokens=held.cached_tokens,
+            transport="local" if held.lessee is None else "shm" if self.shares_memory else "tcp",
+        )
+
+    def adopt(self, prompt: Prompt, handle: KVHandle, *, blocks: list[int], leased: bool) -> HeldKV:
+        """Takes over a sequence that another worker computed: its own blocks on lease, or copies in blocks of ours."""
+        held = HeldKV(
+            id=prompt.id,
+            blocks=blocks,
+            num_computed=handle.num_tokens,
+            cached_tokens=handle.cached_tokens,
+            owner=handle.owner,
+            num_leased=len(blocks) if leased else 0,
+            names=list(prompt.prefix.hashes) if prompt.prefix else [],
+            caching=prompt.prefix is not None,
+            salt=prompt.cache_salt,
+        )
+        held.num_committed = handle.num_tokens // self.layout.block_tokens if leased else 0
+        self.held[prompt.id] = held
+        return held
+
+    def release(self, id: str, history: Ids | None = None) -> None:
+        """Frees what the request holds here. With its history, complete blocks stay in the prefix cache.
+
+        What is lent to a living worker stays held until that worker lets go.
+        """
+        held = self.held.get(id)
+        if held is None or held.lessee is not None:
+            return
+        commits = self.commit(held, history) if history is not None else []
+        del self.held[id]
+        self.pool.release(held.own_blocks)
+        if held.owner is not None:
+            self.ctx.send(KVRelease(id=id, lessee=self.ctx.worker, commits=commits), to=held.owner)
+        for told in self.on_release:
+            told(id)
+
+    def drop_own_blocks(self, held: HeldKV, history: Ids) -> None:
+        """Frees the blocks that are ours (a preemption); what is cached or leased of them serves to come back sooner."""
+        self.commit(held, history)
+        self.pool.release(held.own_blocks)
+        del held.blocks[held.num_leased :]
+        held.num_committed = min(held.num_committed, held.num_leased)
+        held.num_computed = min(held.num_computed, held.num_leased * self.layout.block_tokens)
+
+    def reclaim_cached(self, held: HeldKV) -> None:
+        """After a preemption: holds again those of its blocks that are still cached here."""
+        again = self.pool.acquire(held.names[held.num_leased :])
+        held.blocks += again
+        held.num_committed = len(held.blocks)
+        held.num_computed = max(held.num_computed, len(held.blocks) * self.layout.block_tokens if again else 0)
+
+    def commit(self, held: HeldKV, history: Ids) -> list[tuple[int, bytes]]:
+        """Enters newly completed blocks into the prefix cache; returns those that their owner has to enter."""
+        size = self.layout.block_tokens
+        num_full = held.num_computed // size
+        if not held.caching or num_full <= held.num_committed:
+            return []
+        if num_full > len(held.names):
+            known = len(held.names)
+            parent = held.names[-1] if held.names else None
+            held.names += extend_chain(
+                parent, history[known * size : num_full * size], namespace=self.layout.digest, salt=held.salt
+            )
+        named = [(held.blocks[i], held.names[i]) for i in range(held.num_committed, num_full)]
+        num_theirs = max(0, held.num_leased - held.num_committed)
+        held.num_committed = num_full
+        self.pool.commit(named[num_theirs:])
+        return named[:num_theirs]
+
+    # ------------------------------------------------------------------------------------------------------- running
+
+    def run(self, runs: Sequence[Run], *, rows: str | None = None) -> torch.Tensor | None:
+        """Runs tokens of several sequences in one forward pass and writes their KV.
+
+        rows None: no logits (prefill). "all": float32 logits [T, vocab], one row a token.
+        """
+        counts = np.array([len(run.tokens) for run in runs], np.int32)
+        kv_lens = np.array([run.start for run in runs], np.int32) + counts
+        tables = np.zeros((len(runs), self.layout.blocks_for(int(kv_lens.max()))), np.int32)
+        for i, run in enumerate(runs):
+            used = self.layout.blocks_for(int(kv_lens[i]))
+            tables[i, :used] = run.held.blocks[:used]
+        tokens = np.concatenate([run.tokens for run in runs])
+        logits = self.forward(tokens, counts, kv_lens, tables, rows=rows)
+        for run, end in zip(runs, kv_lens.tolist(), strict=True):
+            run.held.num_computed = end
+        return logits
+
+    def forward(
+        self, tokens: Ids, counts: Ids, kv_lens: Ids, tables: Ids, *, rows: str | None = "all"
+    ) -> torch.Tensor | None:
+        """One forward pass: flat int32 tokens [T], tokens a sequence [S], context with them [S], block table [S, N]."""
+        began = time.perf_counter()
+        starts = np.zeros(len(counts) + 1, np.int32)
+        np.cumsum(counts, out=starts[1:])
+        within = np.arange(len(tokens), dtype=np.int64) - np.repeat(starts[:-1], counts)
+        positions = np.repeat(kv_lens - counts, counts) + within
+        device = self.model.device
+        step = StepInput(
+            tokens=torch.from_numpy(tokens.astype(np.int64)).to(device),
+            positions=torch.from_numpy(positions).to(device),
+            query_starts=starts,
+            kv_lens=kv_lens,
+            block_tables=tables,
+            logit_rows=torch.arange(len(tokens), device=device) if rows == "all" else None,
+        )
+        with torch.inference_mode():
+            logits = self.model.forward(step, self.kv)
+        counts64, ends = counts.astype(np.int64), kv_lens.astype(np.int64)
+        pairs = int((counts64 * ends - counts64 * (counts64 - 1) // 2).sum())
+        self.last_step = (len(tokens), pairs, time.perf_counter() - began)
+        return logits
+
+    # -------------------------------------------------------------------------------------- what other workers ask for
+
+    def observe(self, event: Event, *, by: object) -> None:
+        """Takes the events of KV_EVENTS. Several stages of the worker hear them; the first that asked answers."""
+        self._keeper = self._keeper or by
+        if by is not self._keeper:
+            return
+        match event:
+            case KVRelease():
+                self._on_release(event)
+            case KVPin():
+                self._pin(event)
+            case KVUnpin():
+                self._unpin(event.reader, event.id)
+            case KVFetch():
+                self._push(event)
+            case WorkerDown():
+                self._on_down(event)
+
+    def copy_pinned(self, held: HeldKV, source: Ids) -> None:
+        """Copies cached blocks of another worker (arena ids) over the next blocks of `held` that aren't computed yet."""
+        at = held.num_computed // self.layout.block_tokens
+        target = held.blocks[at : at + len(source)]
+        with torch.inference_mode():
+            for to, of in zip(target, source.tolist(), strict=True):
+                self.kv[to].copy_(self.kv[of])
+        held.num_computed += len(source) * self.layout.block_tokens
+        held.cached_tokens = held.num_computed
+
+    def write_block(self, block: int, data: np.ndarray) -> None:  # type: ignore[type-arg]
+        """Fills a block of ours with the bytes of a KVData."""
+        flat = torch.from_numpy(data.copy() if not data.flags.writeable else data).view(self.kv.dtype)
+        self.kv[block].view(-1).copy_(flat)
+
+    def _on_release(self, event: KVRelease) -> None:
+        held = self.held.get(event.id)
+        if held is None or held.lessee not in (event.lessee, _ANY_LESSEE):
+            return
+        if held.caching:
+            self.pool.commit([(block, name) for block, name in event.commits if self.pool.owns(block)])
+        self._end_lease(held)
+
+    def _end_lease(self, held: HeldKV) -> None:
+        held.lessee = None
+        self.release(held.id)
+
+    def _keep_for_lessee(self, request: str, blocks: list[int]) -> None:
+        self.pool.quarantine(blocks)
+        self.held[request] = HeldKV(id=request, blocks=blocks, lessee=_ANY_LESSEE)
+
+    def _pin(self, event: KVPin) -> None:
+        blocks = self.pool.acquire(event.hashes)
+        self._pins[event.reader, event.id] = blocks
+        answer = KVPinned(id=event.id, owner=self.ctx.worker, blocks=np.array(blocks, np.int32))
+        self.ctx.send(answer, to=event.reader)
+
+    def _unpin(self, reader: str, id: str) -> None:
+        self.pool.release(self._pins.pop((reader, id), []))
+
+    def _push(self, event: KVFetch) -> None:
+        held = self.held.get(event.id)
+        if held is None:
+            return
+        for index, block in enumerate(held.blocks[: self.layout.blocks_for(held.num_computed)]):
+            data = self.kv[block].contiguous().view(torch.uint8).flatten().cpu().numpy()
+            self.ctx.send(KVData(id=event.id, index=index, layout=self.layout.digest, data=data), to=event.to)
+
+    def _on_down(self, event: WorkerDown) -> None:
+        for reader, id in [pin for pin in self._pins if pin[0] == event.worker]:
+            self._unpin(reader, id)
+        for held in [held for held in self.held.values() if held.lessee == event.worker]:
+            self._end_lease(held)
+
+
+def _arena_tensor(arena: Arena, layout: KVLayout, device: str) -> torch.Tensor:
+    dtype = getattr(torch, layout.dtype)
+    shape = (arena.num_blocks, layout.num_layers, 2, layout.block_tokens, layout.num_kv_heads, layout.head_dim)
+    if device != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    count = arena.num_blocks * layout.block_bytes // DTYPE_BYTES[layout.dtype]
+    return torch.frombuffer(arena.buffer, dtype=dtype, count=count).view(shape)

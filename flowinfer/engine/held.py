@@ -1,0 +1,47 @@
+"""The KV that one request holds in this worker: its blocks, whose they are, and how far they are written."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from flowinfer.message import Event, Ids, KVFetch, KVPin, KVRelease, KVUnpin, WorkerDown
+
+# What other workers ask of an engine; every stage that has one listens to these and passes them on.
+KV_EVENTS: tuple[type[Event], ...] = (KVRelease, KVPin, KVUnpin, KVFetch, WorkerDown)
+
+
+@dataclass
+class HeldKV:
+    """blocks: arena ids in order of position. num_computed: leading tokens whose KV is written.
+
+    The first num_leased blocks belong to the worker `owner`, which frees them on our KVRelease; the rest are our own.
+    lessee: the worker that we lent all of it to, if any; until it answers nothing here may be freed.
+    names: chain hashes of the leading full blocks, as far as known; num_committed of them are in the prefix cache.
+    caching: whether the graph has a prefix cache at all (the prompt came with a hint).
+    """
+
+    id: str
+    blocks: list[int]
+    num_computed: int = 0
+    cached_tokens: int = 0
+    owner: str | None = None
+    num_leased: int = 0
+    lessee: str | None = None
+    names: list[bytes] = field(default_factory=list)
+    num_committed: int = 0
+    caching: bool = False
+    salt: str = ""
+
+    @property
+    def own_blocks(self) -> list[int]:
+        """Those that this worker's pool must take back."""
+        return self.blocks[self.num_leased :]
+
+
+@dataclass(frozen=True)
+class Run:
+    """Tokens to run through the model for one sequence: `tokens` lie at positions start, start + 1, ..."""
+
+    held: HeldKV
+    tokens: Ids
+    start: int

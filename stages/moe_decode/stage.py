@@ -1,0 +1,281 @@
+"""Runs the model over the last token and the drafts of every running sequence, one step for the whole batch.
+
+Dense models are one expert. Sampling, stops and drafts are spec-verify's; this stage owns slots and KV blocks.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Collection, Iterable
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+
+from flowinfer.engine.held import KV_EVENTS, Run
+from flowinfer.errors import RequestError
+from flowinfer.message import Event, Ids, Logits, Message, Proposal, Sequence
+from flowinfer.stage import Contract, ModelUse, Stage, StageConfig
+from flowinfer.stages.moe_decode.policy import blocks_short, youngest
+from flowinfer.units import Duration, TokenCount
+
+if TYPE_CHECKING:
+    from flowinfer.engine.batch import Batch
+    from flowinfer.engine.engine import Engine
+
+MAX_DRAFTS = 8
+_RETRY_S = 0.005
+
+
+class MoeDecode(Stage):
+    """Decodes all running sequences together; when KV blocks run out, the youngest waits and is computed again."""
+
+    listens = KV_EVENTS
+
+    class Config(StageConfig):
+        """model: name, folder, GGUF or hub id.  dtype: of weights and KV.  max_batch: sequences decoded together.
+
+        max_tokens: longest sequence (prompt and output); default, the model's context.
+        resume_budget: time a step may spend on computing preempted sequences again.
+        """
+
+        model: str = ""
+        dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+        max_batch: int = 64
+        max_tokens: TokenCount | None = None
+        resume_budget: Duration = 0.05
+
+        def contract(self) -> Contract:
+            """Needs kv; shares its batch with spec-verify, so both run in one worker."""
+            return Contract(
+                needs={"sequences": frozenset({"kv"})},
+                drops=frozenset({"kv", "prefix", "bucket"}),
+                model=ModelUse(self.model, weights=True, dtype=self.dtype),
+                beside=frozenset({"spec-verify"}),
+            )
+
+    config: Config
+    engine: Engine
+    batch: Batch
+
+    def open(self) -> None:
+        """Loads the model and makes the batch that spec-verify shares."""
+        from flowinfer.engine.batch import Batch
+        from flowinfer.engine.engine import Engine
+
+        self.engine = Engine.of(self.ctx, self.config.model, self.config.dtype)
+        model = self.engine.model.config
+        self.batch = self.ctx.shared(
+            "decode-batch",
+            lambda: Batch(
+                max_slots=self.config.max_batch,
+                max_tokens=min(self.config.max_tokens or model.max_positions, model.max_positions),
+                max_drafts=MAX_DRAFTS,
+                block_tokens=self.engine.layout.block_tokens,
+                eos_token_ids=tuple(model.eos_token_ids),
+                vocab_size=model.vocab_size,
+                on_finish=self._free_finished,
+            ),
+        )
+        self.waiting: deque[Sequence] = deque()
+        self.resuming: dict[str, tuple[Sequence, Ids]] = {}  # preempted, oldest first, with their tokens so far
+        self.admitted = np.zeros(self.config.max_batch, np.int64)
+        self.num_admitted = 0
+        self.num_steps = 0
+        self.num_preemptions = 0
+        self.stalled = False
+        self.ran = np.zeros(self.config.max_batch, np.int64)  # version of each slot when it last ran
+
+    @property
+    def busy(self) -> bool:
+        """While sequences wait for a slot or are computed again; the batch itself is driven by proposals."""
+        return not self.stalled and bool(self.waiting or self.resuming or self.batch.joined)
+
+    def step(self, sequences: list[Sequence], proposals: list[Proposal]) -> Iterable[Logits]:
+        """One decode step over the proposed tokens and over sequences that have just come."""
+        self.waiting.extend(sequences)
+        slots, counts, tokens = self._proposed(proposals)
+        resumed = self._resume()
+        if not resumed:
+            self._admit()
+        slots, counts, tokens = self._with_joined(slots, counts, tokens)
+        slots, counts, tokens = self._with_room(slots, counts, tokens)
+        if len(slots):
+            yield self._run(slots, counts, tokens)
+        elif not resumed and (self.waiting or self.resuming):
+            self._stall()
+
+    def observe(self, event: Event) -> Iterable[Message] | None:
+        """All of it is the engine's."""
+        self.engine.observe(event, by=self)
+        return None
+
+    def cancel(self, requests: Collection[str]) -> None:
+        """Takes sequences out of the batch or the queue and frees their blocks; what is complete stays cached."""
+        for request in requests:
+            slot = self.batch.slot_of.get(request)
+            if slot is not None:
+                self.batch.finish(slot)
+            elif request in self.resuming:
+                self.engine.release(request, self.resuming.pop(request)[1])
+            else:
+                self.waiting = deque(sequence for sequence in self.waiting if sequence.id != request)
+                self.engine.release(request)  # it may also have been on its way to us
+        self.engine.starved = bool(self.resuming)
+
+    # ------------------------------------------------------------------------------------------------- who takes part
+
+    def _proposed(self, proposals: list[Proposal]) -> tuple[Ids, Ids, Ids]:
+        """Slots, counts and flat tokens of the proposals, less those whose sequence is gone since."""
+        if not proposals:
+            return _NONE, _NONE, _NONE
+        (proposal,) = proposals
+        alive = self.batch.live(proposal.slots, self.ran[proposal.slots])
+        if alive.all():
+            return proposal.slots, proposal.counts, proposal.tokens
+        kept = np.repeat(alive, proposal.counts)
+        return proposal.slots[alive], proposal.counts[alive], proposal.tokens[kept]
+
+    def _admit(self) -> None:
+        while self.waiting and self.batch.num_free:
+            sequence = self.waiting[0]
+            if len(sequence.tokens) >= self.batch.max_tokens:
+                self._refuse(self.waiting.popleft())
+                continue
+            if not self._place(sequence, sequence.tokens):
+                return
+            self.waiting.popleft()
+
+    def _place(self, sequence: Sequence, history: Ids) -> bool:
+        """Gives the sequence a slot, once there is a block for its next token."""
+        held = self.engine.held[sequence.id]
+        if not self.engine.grow(held, len(history)):
+            return False
+        slot = self.batch.add(sequence, history, np.array(held.blocks, np.int32))
+        self.num_admitted += 1
+        self.admitted[slot] = self.num_admitted
+        return True
+
+    def _refuse(self, sequence: Sequence) -> None:
+        self.engine.release(sequence.id)
+        text = f"The prompt has {len(sequence.tokens)} tokens; this pipeline decodes up to {self.batch.max_tokens}."
+        self.ctx.fail(sequence.id, RequestError(400, text, code="context_length_exceeded", param="messages"))
+
+    def _with_joined(self, slots: Ids, counts: Ids, tokens: Ids) -> tuple[Ids, Ids, Ids]:
+        new = [slot for slot in self.batch.joined if self.ran[slot] != self.batch.version[slot]]
+        if not new:
+            return slots, counts, tokens
+        joined = np.array(new, np.int32)
+        last = self.batch.tokens[joined, self.batch.num_tokens[joined] - 1]
+        return (
+            np.concatenate([slots, joined]),
+            np.concatenate([counts, np.ones(len(joined), np.int32)]),
+            np.concatenate([tokens, last]),
+        )
+
+    # ---------------------------------------------------------------------------------------------- blocks, preemption
+
+    def _with_room(self, slots: Ids, counts: Ids, tokens: Ids) -> tuple[Ids, Ids, Ids]:
+        """Allocates the blocks that this step writes; while they don't suffice, preempts the youngest."""
+        batch = self.batch
+        short = blocks_short(batch.num_tokens[slots] + counts - 1, batch.num_blocks[slots], batch.block_tokens)
+        preempted = False
+        for i in np.flatnonzero(short).tolist():
+            slot = int(slots[i])
+            while batch.ids[slot] is not None and not self._grow(slot, int(counts[i])):
+                preempted = True
+                self._preempt(youngest([s for s in range(batch.max_slots) if batch.ids[s] is not None], self.admitted))
+        if not preempted:
+            return slots, counts, tokens
+        alive = np.array([batch.ids[slot] is not None for slot in slots.tolist()], bool)
+        return slots[alive], counts[alive], tokens[np.repeat(alive, counts)]
+
+    def _grow(self, slot: int, count: int) -> bool:
+        batch = self.batch
+        held = self.engine.held[batch.ids[slot]]  # type: ignore[index]
+        if not self.engine.grow(held, int(batch.num_tokens[slot]) + count - 1):
+            return False
+        known, have = int(batch.num_blocks[slot]), len(held.blocks)
+        batch.blocks[slot, known:have] = held.blocks[known:]
+        batch.num_blocks[slot] = have
+        return True
+
+    def _preempt(self, slot: int) -> None:
+        sequence, history = self.batch.prompts[slot], self.batch.history(slot)
+        assert sequence is not None, "only slots in use are preempted"
+        held = self.engine.held[sequence.id]
+        held.num_computed = len(history) - 1
+        self.engine.drop_own_blocks(held, history)
+        self.batch.remove(slot)
+        self._queue_to_resume(sequence, history)
+        self.num_preemptions += 1
+
+    def _queue_to_resume(self, sequence: Sequence, history: Ids) -> None:
+        """In front, since it is older than all that were preempted before; one half computed again yields its blocks."""
+        for other, tokens in self.resuming.values():
+            self.engine.drop_own_blocks(self.engine.held[other.id], tokens)
+        self.resuming = {sequence.id: (sequence, history), **self.resuming}
+        self.engine.starved = True
+
+    def _resume(self) -> bool:
+        """Computes the oldest preempted sequence again, a chunk a step, and puts it back. True if it got on."""
+        if not self.resuming or not self.batch.num_free:
+            return False
+        id, (sequence, history) = next(iter(self.resuming.items()))
+        held, total = self.engine.held[id], len(history) - 1
+        if len(held.blocks) == held.num_leased:
+            self.engine.reclaim_cached(held)
+        if not self.engine.grow(held, len(history)):
+            self._give_up_if_alone(sequence, history)
+            return False
+        if held.num_computed < total:
+            end = min(total, held.num_computed + self._chunk(held.num_computed))
+            self.engine.run([Run(held, history[held.num_computed : end], held.num_computed)])
+            self.engine.cost.observe(*self.engine.last_step)
+        if held.num_computed >= total and self._place(sequence, history):
+            del self.resuming[id]
+            self.engine.starved = bool(self.resuming)
+        return True
+
+    def _stall(self) -> None:
+        """Nothing could run: ask again soon rather than spin. A block that another stage frees is no event of ours."""
+        self.stalled = True
+        self.ctx.call_at(self.ctx.clock.now() + _RETRY_S, self._unstall)
+
+    def _unstall(self) -> None:
+        self.stalled = False
+
+    def _chunk(self, context: int) -> int:
+        return max(self.engine.cost.tokens_within(self.config.resume_budget, context), self.batch.block_tokens)
+
+    def _give_up_if_alone(self, sequence: Sequence, history: Ids) -> None:
+        """A sequence that can't go on though nobody else holds a block is longer than the memory."""
+        if len(self.batch) or len(self.engine.held) > len(self.resuming):
+            return
+        del self.resuming[sequence.id]
+        self.engine.release(sequence.id, history)
+        self.engine.starved = bool(self.resuming)
+        text = f"At {len(history)} tokens this sequence is longer than the KV memory of {self.ctx.worker}: raise kv_memory."
+        self.ctx.fail(sequence.id, RequestError(503, text, code="kv_exhausted"))
+
+    def _free_finished(self, slot: int) -> None:
+        id, history = self.batch.ids[slot], self.batch.history(slot)
+        assert id is not None, "only slots in use finish"
+        # The last accepted token hasn't been run yet: its KV is the next step's, which there won't be.
+        self.engine.held[id].num_computed = len(history) - 1
+        self.engine.release(id, history)
+
+    # -------------------------------------------------------------------------------------------------------- running
+
+    def _run(self, slots: Ids, counts: Ids, tokens: Ids) -> Logits:
+        batch = self.batch
+        kv_lens = (batch.num_tokens[slots] + counts - 1).astype(np.int32)
+        width = -(-int(kv_lens.max()) // batch.block_tokens)
+        logits = self.engine.forward(tokens, counts, kv_lens, batch.blocks[slots, :width])
+        self.ran[slots] = batch.version[slots]
+        self.num_steps += 1
+        starts = np.zeros(len(slots) + 1, np.int32)
+        np.cumsum(counts, out=starts[1:])
+        return Logits(step=self.num_steps, slots=slots, starts=starts, logits=logits)
+
+
+_NONE: Ids = np.zeros(0, np.int32)

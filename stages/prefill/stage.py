@@ -1,0 +1,245 @@
+"""Computes the KV of prompts, a time budget at a time, and lends it to the worker that decodes them.
+
+Every token but the last is run here; decode's first step runs the last one, so that sampling lives in one place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from typing import TYPE_CHECKING, Literal
+
+from flowinfer.engine.held import KV_EVENTS, Run
+from flowinfer.errors import RequestError
+from flowinfer.message import Event, KVPin, KVPinned, KVUnpin, Message, Prompt, Sequence, WorkerDown
+from flowinfer.stage import Contract, ModelUse, Stage, StageConfig
+from flowinfer.units import Duration, TokenCount
+
+if TYPE_CHECKING:
+    from flowinfer.engine.engine import Engine
+    from flowinfer.engine.held import HeldKV
+
+_RETRY_S = 0.005  # how soon a prompt that found no credit or no block asks again; a freed block isn't an event of its own
+
+
+class Prefill(Stage):
+    """Runs prompts in chunks that fit the step budget, fair over buckets, and hands each over once it is computed."""
+
+    listens = (KVPinned, *KV_EVENTS)
+
+    class Config(StageConfig):
+        """model: name, folder, GGUF or hub id.  dtype: of weights and KV; auto is bfloat16 where the device is fast at it.
+
+        step_budget: longest time that one step may keep the device.  token_budget: a fixed number of tokens a step
+        instead, for comparison.  max_prompts: prompts being computed at once.  wait: longest wait for KV blocks.
+        pin_timeout: longest wait for another worker's cached prefix before it is computed again.
+        """
+
+        model: str = ""
+        dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+        step_budget: Duration = 0.05
+        token_budget: TokenCount | None = None
+        max_prompts: int = 64
+        wait: Duration = 60.0
+        pin_timeout: Duration = 1.0
+
+        def contract(self) -> Contract:
+            """Adds kv; gives credit back when a prompt has left; takes decode's block credit before it starts one."""
+            return Contract(
+                adds=frozenset({"kv"}),
+                model=ModelUse(self.model, weights=True, dtype=self.dtype),
+                held=frozenset({"prompts"}),
+                reserves=True,
+            )
+
+    config: Config
+    engine: Engine
+
+    def open(self) -> None:
+        """Loads the model."""
+        from flowinfer.engine.engine import Engine
+        from flowinfer.stages.prefill.policy import PrefillScheduler
+
+        self.engine = Engine.of(self.ctx, self.config.model, self.config.dtype)
+        self.scheduler = PrefillScheduler(token_budget=self.config.token_budget)
+        self.waiting: dict[str, Prompt] = {}
+        self.since: dict[str, float] = {}
+        self.prompts: dict[str, Prompt] = {}
+        self.lessee: dict[str, str] = {}
+        self.pinning: dict[str, str] = {}  # request -> the worker asked for its cached blocks
+        self.ready: list[str] = []  # computed, but the worker that was to decode them died
+        self.blocked = False
+
+    @property
+    def busy(self) -> bool:
+        """While a prompt can be computed, or one waits that hasn't just been found not to fit."""
+        return self.scheduler.has_work or (bool(self.waiting or self.ready) and not self.blocked)
+
+    def step(self, prompts: list[Prompt]) -> Iterable[Sequence]:
+        """Admits what fits, runs one budget's worth of chunks, hands over what is complete."""
+        now = self.ctx.clock.now()
+        for prompt in prompts:
+            self.waiting[prompt.id], self.since[prompt.id] = prompt, now
+        yield from self._retry_ready(now)
+        yield from self._admit(now)
+        for request in self._run_chunks():
+            yield from self._hand_over(request)
+
+    def observe(self, event: Event) -> Iterable[Message] | None:
+        """Copies pinned blocks as they are granted; the rest is the engine's."""
+        if isinstance(event, KVPinned):
+            return self._take_pinned(event)
+        if isinstance(event, WorkerDown):
+            self._lose_lessee(event.worker)
+        self.engine.observe(event, by=self)
+        return None
+
+    def cancel(self, requests: Collection[str]) -> None:
+        """Forgets prompts; frees their blocks unless they are already lent."""
+        for request in requests:
+            if request in self.waiting or request in self.prompts:
+                self._forget(request)
+                self.engine.release(request)
+
+    # ------------------------------------------------------------------------------------------------------ admission
+
+    def _admit(self, now: float) -> Iterable[Sequence]:
+        self.blocked = False
+        full: set[str | None] = set()
+        for prompt in list(self.waiting.values()):
+            if prompt.bucket in full or len(self.prompts) >= self.config.max_prompts:
+                continue
+            if self._hold(prompt):
+                del self.waiting[prompt.id]
+                yield from self._start(prompt)
+            elif prompt.id in self.waiting:
+                full.add(prompt.bucket)  # first come, first served inside a bucket
+        if full:
+            self._wait(now)
+
+    def _hold(self, prompt: Prompt) -> bool:
+        """Takes decode's credit and our blocks, both or neither."""
+        needed = self.engine.layout.blocks_for(len(prompt.tokens)) + 1
+        if needed > self.engine.pool.num_blocks:
+            self._refuse(prompt, needed)
+            return False
+        if self.engine.starved:
+            return False
+        lessee = self.ctx.reserve("sequence", prompt.id, needed)
+        if lessee is None:
+            return False
+        if self.engine.start(prompt) is None:
+            self.ctx.unreserve("sequence", prompt.id)
+            return False
+        self.lessee[prompt.id] = lessee
+        return True
+
+    def _refuse(self, prompt: Prompt, needed: int) -> None:
+        del self.waiting[prompt.id]
+        self._forget(prompt.id)
+        room = self.engine.pool.num_blocks * self.engine.layout.block_tokens
+        text = f"The prompt has {len(prompt.tokens)} tokens; this worker's KV memory holds {room}. Raise kv_memory."
+        self.ctx.fail(prompt.id, RequestError(400, text, code="context_length_exceeded", param="messages"))
+
+    def _wait(self, now: float) -> None:
+        self.blocked = True
+        for request in [id for id, since in self.since.items() if id in self.waiting and now - since > self.config.wait]:
+            self._forget(request)
+            text = f"No KV blocks became free for this request in {self.config.wait:g} s."
+            self.ctx.fail(request, RequestError(503, text, code="kv_exhausted", retry_after_s=self.config.wait))
+        self.ctx.call_at(now + _RETRY_S, self._unblock)
+
+    def _unblock(self) -> None:
+        self.blocked = False
+
+    def _start(self, prompt: Prompt) -> Iterable[Sequence]:
+        self.prompts[prompt.id] = prompt
+        held = self.engine.held[prompt.id]
+        if self._pin_elsewhere(prompt, held):
+            return
+        yield from self._schedule(prompt, held)
+
+    def _schedule(self, prompt: Prompt, held: HeldKV) -> Iterable[Sequence]:
+        total = len(prompt.tokens) - 1
+        if held.num_computed >= total:
+            yield from self._hand_over(prompt.id)
+        else:
+            self.scheduler.add(prompt.id, prompt.bucket, total, held.num_computed)
+
+    # ------------------------------------------------------------------------------- prefixes cached by another worker
+
+    def _pin_elsewhere(self, prompt: Prompt, held: HeldKV) -> bool:
+        """Asks the owner of the next cached blocks to hold them, where its memory is ours to read."""
+        if prompt.prefix is None or not self.engine.shares_memory:
+            return False
+        at, owners = held.num_committed, prompt.prefix.owners
+        if at >= len(owners) or owners[at] == self.ctx.worker:
+            return False
+        end = next((i for i in range(at, len(owners)) if owners[i] != owners[at]), len(owners))
+        self.pinning[prompt.id] = owners[at]
+        self.ctx.send(KVPin(id=prompt.id, reader=self.ctx.worker, hashes=prompt.prefix.hashes[at:end]), to=owners[at])
+        self.ctx.call_at(self.ctx.clock.now() + self.config.pin_timeout, lambda: self._give_up_pin(prompt.id))
+        return True
+
+    def _take_pinned(self, event: KVPinned) -> Iterable[Sequence]:
+        if self.pinning.pop(event.id, None) is not None:
+            prompt, held = self.prompts[event.id], self.engine.held[event.id]
+            self.engine.copy_pinned(held, event.blocks)
+            self.engine.commit(held, prompt.tokens)
+            yield from self._schedule(prompt, held)
+        self.ctx.send(KVUnpin(id=event.id, reader=self.ctx.worker), to=event.owner)
+
+    def _give_up_pin(self, request: str) -> Iterable[Sequence]:
+        if self.pinning.pop(request, None) is not None:
+            yield from self._schedule(self.prompts[request], self.engine.held[request])
+
+    # -------------------------------------------------------------------------------------------- running and lending
+
+    def _run_chunks(self) -> list[str]:
+        """Runs one step; returns the requests that it completed."""
+        chunks = self.scheduler.plan(self.config.step_budget, self.engine.cost)
+        if not chunks:
+            return []
+        runs = [
+            Run(self.engine.held[c.id], self.prompts[c.id].tokens[c.start : c.start + c.count], c.start) for c in chunks
+        ]
+        self.engine.run(runs)
+        self.engine.cost.observe(*self.engine.last_step)
+        for run in runs:
+            self.engine.commit(run.held, self.prompts[run.held.id].tokens)
+        return [chunk.id for chunk in chunks if self.scheduler.advance(chunk.id, chunk.count)]
+
+    def _hand_over(self, request: str) -> Iterable[Sequence]:
+        prompt, lessee = self.prompts[request], self.lessee.get(request)
+        if lessee is None:
+            self.ready.append(request)
+            return
+        kv = self.engine.lend(request, lessee)
+        self._forget(request, sent=True)
+        yield Sequence(**{name: getattr(prompt, name) for name in Prompt.__struct_fields__}, kv=kv)
+
+    def _lose_lessee(self, worker: str) -> None:
+        """Prompts bound for a worker that died look for another when they are computed; that death isn't theirs."""
+        for request in [id for id, lessee in self.lessee.items() if lessee == worker]:
+            self.ctx.unreserve("sequence", request)
+            del self.lessee[request]
+
+    def _retry_ready(self, now: float) -> Iterable[Sequence]:
+        requests, self.ready = self.ready, []
+        for request in requests:
+            needed = self.engine.layout.blocks_for(len(self.prompts[request].tokens)) + 1
+            if lessee := self.ctx.reserve("sequence", request, needed):
+                self.lessee[request] = lessee
+            yield from self._hand_over(request)
+        if self.ready:
+            self._wait(now)
+
+    def _forget(self, request: str, *, sent: bool = False) -> None:
+        self.waiting.pop(request, None)
+        self.since.pop(request, None)
+        self.pinning.pop(request, None)
+        self.ready = [id for id in self.ready if id != request]
+        self.scheduler.remove(request)
+        if self.prompts.pop(request, None) is not None and not sent:
+            self.ctx.unreserve("sequence", request)
+        self.lessee.pop(request, None)
+        self.ctx.give_back("prompts", request)
