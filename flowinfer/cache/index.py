@@ -1,7 +1,7 @@
-"""Remembers which owner holds which cached block, as far as block events told. Holds no KV, asks nobody, decides no restore.
+"""Remembers which owner holds which cached block, as far as block events told. Holds no KV and decides no restore.
 
-An owner is a name: a worker instance ("prefill.0") or a tier ("disk"). What the index says is a hint: a block may be gone
-by the time that somebody reads it.
+An owner is a name: a worker instance ("prefill.0") or a tier ("disk"). What the index says is a hint: a block may be
+gone by the time that somebody reads it.
 """
 
 from __future__ import annotations

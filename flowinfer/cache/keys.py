@@ -1,8 +1,9 @@
 """Names KV blocks by content: a chain hash over namespace, tenant salt and tokens. Knows nothing of where blocks lie.
 
 A block's name covers every token before it, so equal names mean equal KV. A collision would hand one tenant another
-tenant's KV, so the hash is cryptographic: BLAKE2b-128, whose own 16-byte salt takes the parent's name. That keeps a block
-of 64 tokens at two compressions: about 1 us a block here, 30 us for 2,048 tokens; sha256 and BLAKE2s took 31-42 us.
+tenant's KV, so the hash is cryptographic: BLAKE2b-128, whose own 16-byte salt takes the parent's name. That keeps a
+block of 64 tokens at two compressions: about 1 us a block here, 30 us for 2,048 tokens; hashing parent and tokens as
+one string took 33 us, sha256 31-37, BLAKE2s 42.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ def extend_chain(
     """
     name = chain_root(namespace, salt) if parent is None else parent
     num_bytes = len(tokens) // block_tokens * block_tokens * 4
-    data = memoryview(np.ascontiguousarray(tokens, dtype="<i4")).cast("B") if num_bytes else b""
+    data = memoryview(np.asarray(tokens, dtype="<i4").tobytes())
     step, names = block_tokens * 4, []
     for start in range(0, num_bytes, step):
         name = blake2b(data[start : start + step], digest_size=NAME_BYTES, salt=name).digest()

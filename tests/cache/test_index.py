@@ -1,5 +1,7 @@
 """The block index against a naive model: a set of (owner, block)."""
 
+from itertools import pairwise
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -24,7 +26,7 @@ def build(changes):
 
 
 def fewest_changes(blocks, model):
-    best = {owner: 0 for owner in OWNERS}
+    best = dict.fromkeys(OWNERS, 0)
     for block in blocks:
         holders = [owner for owner in OWNERS if (owner, block) in model]
         best = {owner: min(n + (owner != last) for last, n in best.items()) for owner in holders}
@@ -57,7 +59,7 @@ def test_the_longest_prefix_ends_at_the_first_block_that_nobody_holds(changes, w
 def test_the_owner_changes_as_rarely_as_can_be(changes, wanted):
     index, model = build(changes)
     prefix = index.longest_prefix(wanted)
-    switches = sum(a != b for a, b in zip(prefix, prefix[1:], strict=False))
+    switches = sum(a != b for a, b in pairwise(prefix))
     assert switches == fewest_changes(wanted[: len(prefix)], model)
 
 
