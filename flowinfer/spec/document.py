@@ -1,0 +1,137 @@
+"""A pipeline file and everything laid over it, as one resolved document. Judges its structure, not what the stages make of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from os import path as paths
+from pathlib import Path
+
+from flowinfer.errors import Mark, Problem, SpecError
+from flowinfer.spec.merge import SET, merge, sets_tree, strip_drops
+from flowinfer.spec.sections import Sections, read_sections
+from flowinfer.spec.tree import Node, read_tree
+from flowinfer.spec.variables import fill_in
+
+
+@dataclass(frozen=True)
+class Document:
+    """A resolved document. sources: text of each file for showing lines; problems: mistakes of syntax and structure."""
+
+    file: str
+    root: Node
+    sections: Sections
+    sources: Mapping[str, str]
+    problems: tuple[Problem, ...]
+    allow_local: bool = False
+
+    def mark(self, *path: str) -> Mark:
+        """Where the key of this path stands; of what isn't written, its nearest parent."""
+        for end in range(len(path), -1, -1):
+            if node := self.root.at(*path[:end]):
+                return node.where if end else Mark(self.file, 1, 1)
+        return Mark(self.file, 1, 1)
+
+    def value_mark(self, *path: str) -> Mark:
+        """Where the value of this path stands; of what isn't written, as `mark`."""
+        node = self.root.at(*path)
+        return node.mark if node else self.mark(*path)
+
+    def base(self, mark: Mark) -> Path:
+        """The folder that a relative path written at `mark` starts from."""
+        return Path.cwd() if mark.file == SET else Path(mark.file).parent
+
+
+def load(
+    path: str | Path, overlays: Iterable[str | Path] = (), sets: Sequence[str] = (), allow_local: bool = False
+) -> Document:
+    """The document of `path` with overlays and `--set` options laid over it, in this order.
+
+    Mistakes that leave a document stand in its `problems`. Raises SpecError when a file can't be read as YAML at all.
+    """
+    loader = _Loader()
+    chain = loader.chain(str(path))
+    # An overlay on the command line is laid over this file: what it extends itself stays out.
+    chain += [tree for overlay in overlays if (tree := loader.read(str(overlay), None))]
+    if loader.unreadable or not chain:
+        raise SpecError(loader.problems)
+    root = strip_drops(chain[0], loader.problems)
+    for over in chain[1:]:
+        root = merge(root, over, loader.problems)
+    root = loader.apply_sets(root, sets)
+    root = fill_in(root, loader.problems)
+    sections, problems = read_sections(root, str(path), loader.sources)
+    known = {problem.mark for problem in loader.problems}
+    problems = [*loader.problems, *(problem for problem in problems if problem.mark not in known)]
+    return Document(str(path), root, sections, loader.sources, tuple(problems), allow_local)
+
+
+class _Loader:
+    """Reads files and what they extend, and keeps their text."""
+
+    def __init__(self) -> None:
+        self.sources: dict[str, str] = {}
+        self.problems: list[Problem] = []
+        self.unreadable = False
+
+    def chain(self, file: str) -> list[Node]:
+        """The file's tree behind those of all that it extends, the deepest first."""
+        trees: list[Node] = []
+        seen: list[str] = []
+        mark: Mark | None = None
+        while True:
+            if paths.realpath(file) in seen:
+                self.problems.append(Problem("FI112", f"{file} extends itself by way of others.", mark))
+                return trees
+            seen.append(paths.realpath(file))
+            tree = self.read(file, mark)
+            if tree is None:
+                return trees
+            trees.insert(0, tree)
+            extends = tree.map.get("extends")
+            if extends is None or not isinstance(extends.value, str):
+                return trees
+            mark = extends.mark
+            file = paths.normpath(paths.join(paths.dirname(file), paths.expanduser(extends.value)))
+
+    def read(self, file: str, user: Mark | None) -> Node | None:
+        """The tree of a file; None, with problems, when there is none. user: who extends it."""
+        try:
+            text = Path(file).read_bytes().decode("utf-8-sig")
+        except (OSError, ValueError) as error:
+            return self.refuse(_read_problem(file, user, error))
+        self.sources[file] = text
+        tree, problems = read_tree(text, file)
+        self.problems += problems
+        if tree is None:
+            self.unreadable = True
+        elif not isinstance(tree.value, dict):
+            help = "Start with `flowinfer: 1`."
+            return self.refuse(Problem("FI203", "A pipeline file is a map of sections.", tree.mark, help))
+        return tree
+
+    def refuse(self, problem: Problem) -> None:
+        self.unreadable = True
+        self.problems.append(problem)
+
+    def apply_sets(self, root: Node, sets: Sequence[str]) -> Node:
+        self.sources[SET] = "\n".join(" ".join(text.splitlines()) for text in sets)
+        for over in self.take(*sets_tree(sets, root)):
+            root = merge(root, over, self.problems)
+        return root
+
+    def take(self, nodes: list[Node], problems: list[Problem]) -> list[Node]:
+        self.problems += problems
+        return nodes
+
+
+def _read_problem(file: str, user: Mark | None, error: Exception) -> Problem:
+    if isinstance(error, UnicodeDecodeError):
+        reason = f"it isn't UTF-8 (byte {error.start})"
+    elif isinstance(error, OSError):
+        reason = (error.strerror or str(error)).lower()
+    else:
+        reason = str(error)
+    if user:
+        return Problem("FI112", f"{file}, which this extends, can't be read: {reason}.", user)
+    return Problem("FI101", f"{file} can't be read: {reason}.", Mark(file, 1, 1), "Check the path and its case.")

@@ -1,0 +1,141 @@
+"""The structure of a pipeline file as pydantic models: what each section may hold. A stage's own settings are its Config's."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+
+from flowinfer.units import ByteSize, Duration
+
+NAME_PATTERN = r"^[a-z][a-z0-9_-]{0,62}$"
+DEVICE_PATTERN = r"^(auto|cpu|cuda:[0-9]+)$"
+EDGE_PATTERN = r"^\s*[a-z][a-z0-9_-]*(\.[a-z][a-z0-9_]*)?\s*->\s*[a-z][a-z0-9_-]*(\.[a-z][a-z0-9_]*)?\s*$"
+
+
+def _auto(value: object) -> object:
+    """`auto` means 0: chosen when the service starts."""
+    return 0 if value == "auto" else value
+
+
+AutoSize = Annotated[ByteSize, BeforeValidator(_auto, json_schema_input_type=Literal["auto"] | ByteSize)]
+AutoCount = Annotated[int, BeforeValidator(_auto, json_schema_input_type=Literal["auto"] | int), Field(ge=0, le=1024)]
+
+
+class Section(BaseModel):
+    """Base of all sections: unknown keys are errors."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Serve(Section):
+    """The HTTP front."""
+
+    host: str = "127.0.0.1"
+    """Address to listen on; 0.0.0.0 for all."""
+    port: int = Field(default=8000, ge=0, le=65535)
+    """Port to listen on; 0 takes a free one."""
+    apis: tuple[Literal["openai", "anthropic"], ...] = Field(default=("openai",), min_length=1)
+    """Which APIs to offer."""
+    max_requests: int = Field(default=256, ge=1)
+    """Open requests beyond which new ones get 429."""
+    request_timeout: Duration = 600.0
+    """A request that takes longer fails with 504."""
+    drain_timeout: Duration = 30.0
+    """How long a stop waits for open requests."""
+
+
+class Worker(Section):
+    """One process, or `replicas` equal ones, that runs the stages placed in it."""
+
+    device: Annotated[str, Field(pattern=DEVICE_PATTERN)] = "auto"
+    """auto, cpu, or cuda:0, cuda:1, ..."""
+    replicas: int = Field(default=1, ge=1, le=1024)
+    """How many processes run these stages."""
+    threads: AutoCount = 0
+    """Torch threads of each process; auto shares the cores out."""
+    kv_memory: AutoSize = 0
+    """Memory for keys and values of each process; auto takes what the device has to spare."""
+
+
+class Curve(Section):
+    """Keys that encrypt and authenticate TCP between workers (`curve_keypair` of ZeroMQ makes them)."""
+
+    public_key: str = Field(pattern=r"^\S{40}$")
+    """Z85 text of 40 characters."""
+    secret_key_file: str = Field(min_length=1)
+    """A file that holds the secret key; never the key itself."""
+
+
+class Network(Section):
+    """How workers reach each other."""
+
+    transport: Literal["ipc", "tcp"] = "ipc"
+    """ipc: sockets of this host. tcp: sockets bound to `bind`."""
+    bind: str = "127.0.0.1"
+    """Address that tcp sockets bind to. Off this host it needs `curve`."""
+    curve: Curve | None = None
+    """Keys for tcp."""
+
+
+class Place(Section):
+    """Where a stage runs: in a worker, or beside another stage."""
+
+    worker: str | None = None
+    """Name of a worker."""
+    with_: str | None = Field(default=None, alias="with")
+    """Name of a stage: the same worker as that stage."""
+
+    @model_validator(mode="after")
+    def _one(self) -> Place:
+        if (self.worker is None) == (self.with_ is None):
+            raise ValueError("give either `worker` or `with`")
+        return self
+
+
+class StageEntry(Section):
+    """One stage: what it is, how it is set, where it runs."""
+
+    use: str = Field(min_length=1)
+    """The kind (`flowinfer stages` lists them), or ./file.py:Class."""
+    with_: dict[str, Any] | None = Field(default=None, alias="with")
+    """Settings of the stage; `flowinfer stages KIND` shows them."""
+    place: Place | None = None
+    """Where it runs; without it, in the worker `front`."""
+
+
+class Edge(Section):
+    """How messages of one edge travel. Leave it empty for the defaults."""
+
+    dispatch: Literal["pull", "bucket", "hash"] = "pull"
+    """pull: whoever is free takes the next; bucket: a queue for each bucket; hash: equal keys go to the same replica."""
+    key: str | None = None
+    """With dispatch `hash`: the field of the message that is hashed, as in cache_salt."""
+    capacity: int | None = Field(default=None, ge=1)
+    """Credit that each consumer grants: how many units may be under way to it."""
+    unit: Literal["messages", "blocks"] | None = None
+    """What the capacity counts; the consuming stage knows."""
+    back: bool = False
+    """Closes a loop, as from verify back to decode."""
+
+
+Name = Annotated[str, Field(pattern=NAME_PATTERN)]
+EdgeKey = Annotated[str, Field(pattern=EDGE_PATTERN)]
+
+
+class Spec(Section):
+    """A service: stages connected by edges, placed on workers."""
+
+    flowinfer: Literal[1]
+    """Version of this format."""
+    name: Name = "service"
+    """Name of the service."""
+    extends: str | None = None
+    """A file that this one is laid over, relative to this one."""
+    vars: dict[str, Any] | None = None
+    """Values that "${name}" stands for."""
+    serve: Serve | None = None
+    workers: dict[Name, Worker | None] | None = None
+    stages: dict[Name, StageEntry] = Field(default_factory=dict)
+    edges: dict[EdgeKey, Edge | None] = Field(default_factory=dict)
+    network: Network | None = None
