@@ -6,7 +6,7 @@ Per-request messages (Call, Prompt, Sequence) travel one by one; per-step messag
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import msgspec
 import numpy as np
@@ -14,6 +14,10 @@ from numpy.typing import NDArray
 
 type_registry: dict[str, type[Message]] = {}
 Ids = NDArray[np.int32]
+if TYPE_CHECKING:
+    TextOrIds = str | Ids
+else:
+    TextOrIds = Any  # msgspec takes no union of str and an array
 FinishReason = Literal["stop", "length", "abort"]
 
 
@@ -60,7 +64,7 @@ class Call(Message):
     sampling: Sampling
     messages: list[dict[str, Any]] | None = None
     tools: list[dict[str, Any]] | None = None
-    prompt: str | Ids | None = None
+    prompt: TextOrIds | None = None
     cache_salt: str = ""
     cache_class: str = "chat"
     template_args: dict[str, Any] = {}
@@ -274,6 +278,24 @@ class WorkerUp(Event):
 
 class Drain(Event):
     """The service is about to stop: the gateway admits nothing new and finishes what is open."""
+
+
+class Serving(Event):
+    """All workers are up and connected: the gateway may admit."""
+
+
+class LeaseQuery(Event):
+    """`owner` died: which of its arena blocks do you still read? Stages answer by LeaseReport to "supervisor"."""
+
+    owner: str
+
+
+class LeaseReport(Event):
+    """Block ids of `owner` that this worker still reads, by request. `final`: the last report of this worker."""
+
+    owner: str
+    leases: dict[str, list[int]] = {}
+    final: bool = False
 
 
 class Stats(Event):

@@ -1,0 +1,211 @@
+"""Turns messages into frames and back: msgpack for structure, arrays as buffers beside it, no pickle. Knows no sockets.
+
+Frame 0 is [format: u8][header length: u16][header][body]; header and body are msgpack, the body a list of messages of one
+type. Arrays under 16 KiB stand inside the body, larger ones in frames of their own, which the receiver maps without a copy.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, get_args
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from flowinfer import message as messages_module
+from flowinfer.errors import TransportError
+from flowinfer.message import Message, type_registry
+
+FORMAT = 1
+INLINE_BYTES = 16_384  # a frame of its own costs 2 us; copying 16 KiB costs about as much
+_INLINE, _BESIDE = 1, 2  # msgpack extension types
+_CACHED = 4_096  # headers remembered; a service has a few hundred
+_PREFIX = struct.Struct("<BH")
+_SHAPES = tuple(struct.Struct(f"<BB{ndim}Q") for ndim in range(9))
+_INDEX = struct.Struct("<I")
+_DTYPES = tuple(np.dtype(c) for c in ("<i4", "<i8", "<f4", "<f8", "<f2", "|u1", "|i1", "<i2", "<u2", "<u4", "<u8", "|b1"))
+_DTYPE_CODES = {dtype: code for code, dtype in enumerate(_DTYPES)}
+_BROKEN = (msgspec.MsgspecError, ValueError, KeyError, IndexError, TypeError, OverflowError, RecursionError, struct.error)
+
+Buffer = bytes | memoryview
+Frames = Sequence[Buffer]
+
+
+class CodecError(TransportError):
+    """A frame that isn't ours, or a message that can't travel."""
+
+
+class Header(NamedTuple):
+    """What stands before the messages of a frame. edge "" marks events; cost is the credit that each message took."""
+
+    type: str
+    sender: str
+    generation: int
+    epoch: int = 1
+    edge: str = ""
+    lane: str = ""
+    cost: int = 1
+    schema: str = ""  # digest of the type; filled in by the codec
+
+
+class Codec:
+    """Encodes and decodes frames. Not thread-safe: one per channel."""
+
+    def __init__(self) -> None:
+        self._beside: list[Buffer] = []
+        self._arrived: Frames = ()
+        self._encoder = msgspec.msgpack.Encoder(enc_hook=self._encode_hook)
+        self._decoders: dict[str, msgspec.msgpack.Decoder[list[Message]]] = {}
+        self._header_bytes: dict[Header, bytes] = {}
+        self._headers: dict[bytes, Header] = {}
+
+    def encode(self, header: Header, messages: Sequence[Message]) -> list[Buffer]:
+        """Frames of messages, all of type header.type. Raises CodecError for what can't travel."""
+        head = self._header_bytes.get(header) or self._encode_header(header)
+        self._beside = []
+        try:
+            frame = head + self._encoder.encode(messages)
+        except (msgspec.MsgspecError, ValueError, TypeError, OverflowError, RecursionError) as error:
+            raise CodecError(f"a {header.type} can't be sent: {error}") from error
+        return [frame, *self._beside] if self._beside else [frame]
+
+    def decode(self, frames: Frames) -> tuple[Header, list[Message]]:
+        """Header and messages of frames. Large arrays are read-only views of the frames. Raises CodecError."""
+        first = frames[0]
+        try:
+            form, length = _PREFIX.unpack_from(first)
+            start = 3 + length
+            if form != FORMAT or start > len(first):
+                raise ValueError(f"format {form}, {len(first)} bytes")
+            raw = bytes(first[3:start])
+            header = self._headers.get(raw) or self._decode_header(raw)
+            self._arrived = frames
+            return header, self._decoders[header.type].decode(memoryview(first)[start:])
+        except CodecError:
+            raise
+        except _BROKEN as error:
+            raise CodecError(f"malformed frame: {error}") from error
+        finally:
+            self._arrived = ()
+
+    def _encode_header(self, header: Header) -> bytes:
+        cls = type_registry.get(header.type)
+        if cls is None or cls.local:
+            raise CodecError(f"{header.type} never leaves its worker.", help="Place both ends of its edge in one worker.")
+        raw = msgspec.msgpack.encode(header._replace(schema=schema_of(cls)))
+        if len(self._header_bytes) >= _CACHED:
+            self._header_bytes.clear()
+        head = self._header_bytes[header] = _PREFIX.pack(FORMAT, len(raw)) + raw
+        return head
+
+    def _decode_header(self, raw: bytes) -> Header:
+        header = msgspec.msgpack.decode(raw, type=Header)
+        cls = type_registry.get(header.type)
+        if cls is None or cls.local or header.cost < 0:
+            raise CodecError(f"unknown message type {header.type!r}.")
+        if header.schema != schema_of(cls):
+            raise CodecError(f"{header.sender} has another {header.type}.", help="Run one version in all workers.")
+        if header.type not in self._decoders:
+            self._decoders[header.type] = self._decoder(cls)
+        if len(self._headers) >= _CACHED:
+            self._headers.clear()
+        self._headers[raw] = header
+        return header
+
+    def _decoder(self, cls: type[Message]) -> msgspec.msgpack.Decoder[list[Message]]:
+        wanted: Any = list[cls]  # type: ignore[valid-type]
+        return msgspec.msgpack.Decoder(wanted, ext_hook=self._decode_ext, dec_hook=_check_array)
+
+    # -- arrays --------------------------------------------------------------------------------------------------------
+
+    def _encode_hook(self, value: Any) -> Any:
+        if isinstance(value, np.ndarray):
+            return self._encode_array(value)
+        if isinstance(value, np.generic):
+            return value.item()
+        raise NotImplementedError(f"a {type(value).__name__} can't travel")
+
+    def _encode_array(self, array: NDArray[Any]) -> msgspec.msgpack.Ext:
+        code = _DTYPE_CODES.get(array.dtype)
+        if code is None or array.ndim >= len(_SHAPES):
+            raise ValueError(f"arrays of {array.dtype} with {array.ndim} dimensions can't travel")
+        shape = _SHAPES[array.ndim].pack(code, array.ndim, *array.shape)
+        if array.nbytes < INLINE_BYTES:
+            return msgspec.msgpack.Ext(_INLINE, shape + array.tobytes())
+        self._beside.append(memoryview(np.ascontiguousarray(array)).cast("B"))
+        return msgspec.msgpack.Ext(_BESIDE, _INDEX.pack(len(self._beside)) + shape)
+
+    def _decode_ext(self, code: int, data: memoryview) -> NDArray[Any]:
+        if code == _INLINE:
+            dtype, shape, start = _read_shape(data, 0)
+            # Copied: the bytes inside a frame are neither aligned nor writable.
+            return _view(data[start:], dtype, shape).copy()
+        if code == _BESIDE:
+            (index,) = _INDEX.unpack_from(data)
+            dtype, shape, _ = _read_shape(data, _INDEX.size)
+            return _view(memoryview(self._arrived[index] if index else b"x"), dtype, shape)
+        raise ValueError(f"extension {code} isn't ours")
+
+
+def _read_shape(data: memoryview, at: int) -> tuple[np.dtype[Any], tuple[int, ...], int]:
+    layout = _SHAPES[data[at + 1]]
+    code, _, *shape = layout.unpack_from(data, at)
+    return _DTYPES[code], tuple(shape), at + layout.size
+
+
+def _view(data: memoryview, dtype: np.dtype[Any], shape: tuple[int, ...]) -> NDArray[Any]:
+    if not len(data):
+        return np.empty(shape, dtype) if 0 in shape else np.frombuffer(b"x", dtype).reshape(shape)
+    return np.frombuffer(data, dtype).reshape(shape)
+
+
+_wanted_dtypes: dict[Any, np.dtype[Any]] = {}
+
+
+def _check_array(wanted: Any, value: Any) -> Any:
+    dtype = _wanted_dtypes.get(wanted)
+    if dtype is None:
+        dtype = _wanted_dtypes[wanted] = np.dtype(get_args(get_args(wanted)[1])[0])
+    if not isinstance(value, np.ndarray) or value.dtype != dtype:
+        raise ValueError(f"expected an array of {dtype}")
+    return value
+
+
+# -- schema ------------------------------------------------------------------------------------------------------------
+
+_schemas: dict[type[Message], str] = {}
+
+
+def schema_of(cls: type[Message]) -> str:
+    """Digest (8 hex characters) of the fields of a message type and of the structs inside it."""
+    found = _schemas.get(cls)
+    if found is None:
+        found = _schemas[cls] = hashlib.sha256(_describe(cls).encode()).hexdigest()[:8]
+    return found
+
+
+def schema_digest() -> str:
+    """Digest (16 hex characters) of the wire format and of all built-in message types; both ends must have the same."""
+    built_in = [cls for cls in type_registry.values() if cls.__module__ == messages_module.__name__]
+    lines = [str(FORMAT), *sorted(_describe(cls) for cls in built_in)]
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
+
+
+def _describe(cls: type[Message]) -> str:
+    lines: list[str] = []
+    _walk(cls, lines.append, set())
+    return "\n".join(lines)
+
+
+def _walk(kind: Any, add: Callable[[str], None], seen: set[Any]) -> None:
+    if isinstance(kind, type) and issubclass(kind, msgspec.Struct) and kind not in seen:
+        seen.add(kind)
+        fields = msgspec.structs.fields(kind)
+        add(f"{kind.__name__}({', '.join(f'{f.name}: {f.type}' for f in fields)})")
+        for field in fields:
+            _walk(field.type, add, seen)
+    for inner in get_args(kind):
+        _walk(inner, add, seen)
