@@ -1,0 +1,23 @@
+"""Decoder models by their Hugging Face names. Importing this package doesn't import torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from flowinfer.engine.models.decoder import Model
+
+
+def load_model(
+    path: Path, *, dtype: str = "auto", device: str = "cpu", progress: Callable[[int, int], None] | None = None
+) -> Model:
+    """The model of a Hugging Face folder, ready to run.
+
+    dtype is float32, bfloat16 or auto (the file's own); device is a torch device name; progress is called with layers
+    done and layers in all. Raises ModelError naming the file, field or tensor at fault.
+    """
+    from flowinfer.engine.models.load import load
+
+    return load(path, dtype=dtype, device=device, progress=progress)

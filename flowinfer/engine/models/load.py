@@ -1,0 +1,106 @@
+"""Builds a Model from a Hugging Face folder: names of tensors, family by family. The only place that knows them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from flowinfer.engine.models.config import ModelConfig, read_config
+from flowinfer.engine.models.decoder import Layer, Model
+from flowinfer.engine.models.linear import Projection, make_linear
+from flowinfer.engine.models.moe import ExpertFFN, GatedFFN
+from flowinfer.engine.models.rope import Rope
+from flowinfer.engine.weights import Weights
+from flowinfer.errors import ModelError
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+Progress = Callable[[int, int], None]  # layers done, layers in all
+# Buffers that some checkpoints carry and every reader computes anew.
+_HARMLESS = (".rotary_emb.inv_freq", ".masked_bias", ".attn.bias")
+
+
+def load(folder: Path, *, dtype: str, device: str, progress: Progress | None = None) -> Model:
+    """The model on the device. dtype "auto" is the file's own. Raises ModelError naming file, field or tensor."""
+    config = read_config(folder)
+    chosen = config.dtype if dtype == "auto" else dtype
+    if chosen not in DTYPES:
+        raise ModelError(f"{folder}: dtype {chosen!r} isn't supported.", help=f"Choose {' or '.join(DTYPES)}.")
+    with Weights(folder, dtype=DTYPES[chosen], device=torch.device(device)) as weights, torch.inference_mode():
+        return _Loader(config, weights).model(progress)
+
+
+class _Loader:
+    def __init__(self, config: ModelConfig, weights: Weights) -> None:
+        self.config = config
+        self.weights = weights
+
+    def model(self, progress: Progress | None) -> Model:
+        config, weights = self.config, self.weights
+        shape = (config.vocab_size, config.hidden_size)
+        embed_VH = self._own(weights.take("model.embed_tokens.weight", shape))
+        layers = []
+        for index in range(config.num_layers):
+            layers.append(self._layer(index))
+            if progress:
+                progress(index + 1, config.num_layers)
+        norm_H = self._vector("model.norm.weight", config.hidden_size)
+        head_VH = embed_VH if config.tied_embeddings else self._own(weights.take("lm_head.weight", shape))
+        weights.finish(ignore=(*_HARMLESS, "lm_head.weight") if config.tied_embeddings else _HARMLESS)
+        return Model(config, embed_VH, layers, norm_H, head_VH, Rope(config, dtype=weights.dtype, device=weights.device))
+
+    def _layer(self, index: int) -> Layer:
+        config, name = self.config, f"model.layers.{index}."
+        return Layer(
+            input_norm_H=self._vector(f"{name}input_layernorm.weight", config.hidden_size),
+            qkv=self._qkv(f"{name}self_attn."),
+            qk_norm_D=self._qk_norm(f"{name}self_attn.") if config.family.qk_norm else None,
+            out=self._linear([f"{name}self_attn.o_proj"], config.num_heads * config.head_dim, config.hidden_size),
+            post_norm_H=self._vector(f"{name}post_attention_layernorm.weight", config.hidden_size),
+            ffn=self._experts(name) if config.is_moe(index) else self._dense(f"{name}mlp."),
+        )
+
+    def _qkv(self, name: str) -> Projection:
+        config = self.config
+        heads = (config.num_heads, config.num_kv_heads, config.num_kv_heads)
+        parts = [f"{name}{part}_proj" for part in "qkv"]
+        sizes = [count * config.head_dim for count in heads]
+        return self._linear(parts, config.hidden_size, *sizes, bias=config.family.qkv_bias)
+
+    def _qk_norm(self, name: str) -> tuple[Tensor, Tensor]:
+        size = self.config.head_dim
+        return self._vector(f"{name}q_norm.weight", size), self._vector(f"{name}k_norm.weight", size)
+
+    def _dense(self, name: str) -> GatedFFN:
+        return self._ffn(name, ("gate_proj", "up_proj", "down_proj"), self.config.intermediate_size)
+
+    def _experts(self, name: str) -> ExpertFFN:
+        config = self.config
+        mixtral = config.family.moe == "mixtral"
+        block = f"{name}block_sparse_moe." if mixtral else f"{name}mlp."
+        parts = ("w1", "w3", "w2") if mixtral else ("gate_proj", "up_proj", "down_proj")
+        experts = [self._ffn(f"{block}experts.{i}.", parts, config.expert_size) for i in range(config.num_experts)]
+        router = self._linear([f"{block}gate"], config.hidden_size, config.num_experts)
+        return ExpertFFN(router, experts, per_token=config.experts_per_token, norm_topk=config.norm_topk)
+
+    def _ffn(self, name: str, parts: tuple[str, str, str], width: int) -> GatedFFN:
+        gate, up, down = (name + part for part in parts)
+        hidden = self.config.hidden_size
+        return GatedFFN(self._linear([gate, up], hidden, width, width), self._linear([down], width, hidden))
+
+    def _linear(self, names: list[str], size_in: int, *sizes_out: int, bias: bool = False) -> Projection:
+        """One product over the rows of several tensors."""
+        pairs = list(zip(names, sizes_out, strict=True))
+        rows = [self.weights.take(f"{name}.weight", (size, size_in)) for name, size in pairs]
+        weight = torch.cat(rows) if len(rows) > 1 else self._own(rows[0])
+        biases = [self.weights.take(f"{name}.bias", (size,)) for name, size in pairs] if bias else []
+        return make_linear(weight, torch.cat(biases) if biases else None)
+
+    def _vector(self, name: str, size: int) -> Tensor:
+        return self._own(self.weights.take(name, (size,)))
+
+    def _own(self, tensor: Tensor) -> Tensor:
+        """A copy out of the mapped file, unless conversion made one: a view would keep the whole file mapped."""
+        return tensor.clone()

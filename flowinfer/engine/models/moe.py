@@ -1,0 +1,57 @@
+"""Feed-forward blocks: the gated dense one, and a router over many of them. Eager; knows nothing of attention."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from flowinfer.engine.models.linear import Projection
+
+
+class GatedFFN:
+    """down(silu(gate(x)) * up(x)) with gate and up in one product (SwiGLU, Shazeer 2020)."""
+
+    def __init__(self, gate_up: Projection, down: Projection) -> None:
+        self.gate_up = gate_up
+        self.down = down
+
+    def __call__(self, x_TH: Tensor) -> Tensor:
+        gate, up = self.gate_up(x_TH).chunk(2, -1)
+        return self.down(F.silu(gate).mul_(up))
+
+
+class ExpertFFN:
+    """Each token goes to its experts_per_token best experts; their outputs are summed by router weight.
+
+    Router probabilities are float32 over all experts, as in Mixtral and Qwen3-MoE; norm_topk rescales the chosen to one.
+    """
+
+    def __init__(self, router: Projection, experts: list[GatedFFN], *, per_token: int, norm_topk: bool) -> None:
+        self.router = router
+        self.experts = experts
+        self.per_token = per_token
+        self.norm_topk = norm_topk
+
+    def __call__(self, x_TH: Tensor) -> Tensor:
+        weights_TK, experts_TK = self._route(x_TH)
+        out_TH = torch.zeros_like(x_TH)
+        order = experts_TK.flatten().argsort(stable=True)
+        counts = torch.bincount(experts_TK.flatten(), minlength=len(self.experts)).tolist()
+        rows = order // self.per_token
+        weights = weights_TK.flatten()[order].unsqueeze(-1)
+        start = 0
+        for expert, count in zip(self.experts, counts, strict=True):
+            if count:
+                part = slice(start, start + count)
+                out_TH.index_add_(0, rows[part], expert(x_TH[rows[part]]) * weights[part])
+            start += count
+        return out_TH
+
+    def _route(self, x_TH: Tensor) -> tuple[Tensor, Tensor]:
+        """Weights in x's dtype and expert ids, both [T, K]."""
+        scores = self.router(x_TH).softmax(-1, dtype=torch.float32)
+        weights, experts = scores.topk(self.per_token, -1)
+        if self.norm_topk:
+            weights = weights / weights.sum(-1, keepdim=True)
+        return weights.to(x_TH.dtype), experts

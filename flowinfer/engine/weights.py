@@ -1,0 +1,94 @@
+"""Reads tensors of a Hugging Face folder by name, from one or many safetensors files, without copying the files."""
+
+from __future__ import annotations
+
+import json
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from flowinfer.errors import ModelError
+
+INDEX = "model.safetensors.index.json"
+_MOST_NAMES = 5  # in an error message
+
+
+class Weights:
+    """The tensors of a folder, memory-mapped. Use as a context manager; `finish` checks that nothing was left over."""
+
+    def __init__(self, folder: Path, *, dtype: torch.dtype, device: torch.device) -> None:
+        self.folder = folder
+        self.dtype = dtype
+        self.device = device
+        self._files = ExitStack()
+        self._handles: dict[Path, Any] = {}
+        self._places = _places(folder)
+        self._taken: set[str] = set()
+
+    def __enter__(self) -> Weights:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._handles.clear()
+        self._files.close()
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._places
+
+    def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """The tensor in the wanted dtype on the device. Raises ModelError naming a missing tensor or a wrong shape."""
+        tensor = self._read(name)
+        if tuple(tensor.shape) != shape:
+            raise ModelError(f"{self.folder}: {name} has shape {list(tensor.shape)}, expected {list(shape)}.")
+        self._taken.add(name)
+        return tensor.to(self.device, self.dtype)
+
+    def finish(self, ignore: tuple[str, ...] = ()) -> None:
+        """Raises ModelError naming tensors that the model has no place for; `ignore` lists known harmless endings."""
+        left = sorted(name for name in self._places if name not in self._taken and not name.endswith(ignore))
+        if left:
+            raise ModelError(
+                f"{self.folder}: unexpected tensors: {_list(left)}.", help="Does config.json belong to these weights?"
+            )
+
+    def _read(self, name: str) -> Tensor:
+        if name not in self:
+            raise ModelError(f"{self.folder}: tensor {name} is missing.", help="Are all files of the model there?")
+        tensor: Tensor = self._handle(self._places[name]).get_tensor(name)
+        return tensor
+
+    def _handle(self, path: Path) -> Any:
+        if path not in self._handles:
+            self._handles[path] = self._files.enter_context(_open(path))
+        return self._handles[path]
+
+
+def _places(folder: Path) -> dict[str, Path]:
+    """Which file holds each tensor."""
+    index = folder / INDEX
+    if index.exists():
+        return {name: folder / file for name, file in json.loads(index.read_text())["weight_map"].items()}
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise ModelError(f"{folder} holds no *.safetensors.", help="Other weight formats must be converted first.")
+    places: dict[str, Path] = {}
+    for path in files:
+        with _open(path) as handle:
+            places |= dict.fromkeys(handle.keys(), path)
+    return places
+
+
+def _open(path: Path) -> Any:
+    try:
+        return safe_open(path, framework="pt")
+    except (OSError, SafetensorError) as error:
+        raise ModelError(f"{path} can't be read: {error}.", help="Is the download complete?") from None
+
+
+def _list(names: list[str]) -> str:
+    more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
+    return ", ".join(names[:_MOST_NAMES]) + more
