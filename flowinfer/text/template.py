@@ -1,0 +1,224 @@
+"""Renders any Jinja chat template into control and plain segments. Knows nothing of tokens.
+
+The template's syntax tree is changed before it is compiled: its text and its string constants become `Traced` strings, and
+`~` a join that keeps their spans. Values from a request stay plain. So who wrote a character is known from where it
+came, and no rendered string is ever searched for markers.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from datetime import datetime
+from typing import Any
+
+import jinja2
+from jinja2 import nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.visitor import NodeTransformer
+
+from flowinfer.errors import ModelError, RequestError
+from flowinfer.text.traced import Segment, Traced, join_traced, segments_of
+
+# A role of this list is one of a few words, not free text: templates build markers of it, as in '<|' + role + '|>'.
+ROLES = frozenset({"system", "developer", "user", "assistant", "tool", "function", "ipython"})
+TRACED_FILTERS = frozenset({"trim", "join", "replace", "upper", "lower", "capitalize", "string", "default", "d", "safe", "format"})
+_SLOT = re.compile(r"\{\{|\}\}|\{\}")
+Messages = Sequence[Mapping[str, Any]]
+
+
+class TemplateRefusal(jinja2.TemplateError):
+    """What the template itself says by raise_exception."""
+
+
+class ChatTemplate:
+    """A compiled chat template. variables: special tokens by name (bos_token, …), which count as the author's."""
+
+    def __init__(
+        self, source: str, variables: Mapping[str, str] | None = None, now: Callable[[], datetime] = datetime.now
+    ) -> None:
+        self.source = source
+        self._variables = dict(variables or {})
+        self._now = now
+        self._environment = environment(now)
+        self._template = _compile(source, TracingEnvironment(self._environment))
+
+    def render(
+        self, messages: Messages, tools: list[dict[str, Any]] | None = None, *, add_generation_prompt: bool = True, **arguments: Any
+    ) -> list[Segment]:
+        """The conversation as segments. Raises RequestError (400) with the template's own words where it refuses."""
+        taken = [name for name in arguments if name in self._environment.globals or name in _RESERVED]
+        if taken:
+            raise RequestError(400, f"{taken[0]!r} can't be set for a chat template.", param="chat_template_kwargs")
+        values = {**arguments, "add_generation_prompt": add_generation_prompt}
+        values |= {name: Traced.author(text) for name, text in self._variables.items()}
+        try:
+            return segments_of(self._template.render(values, messages=_with_roles(messages), tools=tools))
+        except TemplateRefusal as error:
+            raise RequestError(400, f"The chat template refuses: {error}", code="chat_template", param="messages") from error
+        except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError, RecursionError) as error:
+            message = f"The chat template can't render this conversation: {error}"
+            raise RequestError(400, message, code="chat_template", param="messages") from error
+
+    def render_untraced(self, messages: Messages, **arguments: Any) -> str:
+        """What plain Jinja makes of it: the yardstick of the self-test. Raises jinja2.TemplateError."""
+        template = self._environment.from_string(self.source)
+        return template.render({"add_generation_prompt": True, **arguments, **self._variables}, messages=messages, tools=None)
+
+    def untraced_features(self) -> list[str]:
+        """Names of filters and methods in the template whose results count as plain text."""
+        tree = self._environment.parse(self.source)
+        filters = {f"|{node.name}" for node in tree.find_all(nodes.Filter) if node.name not in TRACED_FILTERS}
+        methods = {
+            f".{call.node.attr}()"
+            for call in tree.find_all(nodes.Call)
+            if isinstance(call.node, nodes.Getattr) and not hasattr(Traced, "_" + call.node.attr)
+            and call.node.attr in dir(str) and call.node.attr not in Traced.__dict__
+        }
+        return sorted(filters | methods)
+
+
+_RESERVED = frozenset({"messages", "tools", "bos_token", "eos_token", "unk_token", "pad_token", "self", "loop", "caller"})
+
+
+def _with_roles(messages: Messages) -> list[dict[str, Any]]:
+    known = [{**message} for message in messages]
+    for message in known:
+        role = message.get("role")
+        if isinstance(role, str) and role in ROLES:
+            message["role"] = Traced.author(str.__str__(role))
+    return known
+
+
+class _Generation(Extension):
+    """`{% generation %}` marks what to train on; here its body is just rendered."""
+
+    tags = {"generation"}  # noqa: RUF012 - Jinja's own protocol
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+class _Dict:
+    """`dict` as templates may call it, without its attributes."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
+        return dict(*args, **kwargs)
+
+
+def environment(now: Callable[[], datetime]) -> ImmutableSandboxedEnvironment:
+    """The sandbox that Hugging Face templates are written for."""
+    env = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
+    _furnish(env, now)
+    return env
+
+
+def _furnish(env: jinja2.Environment, now: Callable[[], datetime]) -> None:
+    env.filters["tojson"] = _tojson
+    env.globals["raise_exception"] = _refuse
+    env.globals["strftime_now"] = lambda format: now().strftime(format)
+    env.globals["dict"] = _Dict()
+
+
+def _refuse(message: str) -> None:
+    raise TemplateRefusal(str.__str__(message))
+
+
+def _tojson(
+    value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: Any = None, sort_keys: bool = False
+) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+class TracingEnvironment(ImmutableSandboxedEnvironment):
+    """A sandbox whose joins keep spans; the template's strings hang on it as attributes `author_0`, `author_1`, …"""
+
+    concat = staticmethod(join_traced)  # type: ignore[assignment]
+
+    def __init__(self, base: ImmutableSandboxedEnvironment) -> None:
+        super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
+        self.filters |= base.filters
+        self.globals |= base.globals
+        self.filters |= {"join": _join, "safe": _safe, "traced_concat": _concat}
+
+    def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
+        wrapped = super().wrap_str_format(value)
+        text = getattr(value, "__self__", None)
+        if wrapped is None or not isinstance(text, Traced) or re.sub(_SLOT, "", text).strip("{}") != re.sub(_SLOT, "", text):
+            return wrapped
+        return lambda *args, **kwargs: text._fill(_SLOT, iter(args))
+
+
+def _safe(value: Any) -> Any:
+    return value  # no autoescape here, so nothing to be safe from; Markup would forget the spans
+
+
+def _concat(values: Iterable[Any]) -> str:
+    return join_traced([str(value) for value in values])
+
+
+@jinja2.pass_environment
+def _join(env: jinja2.Environment, value: Iterable[Any], d: str = "", attribute: str | int | None = None) -> str:
+    if attribute is not None:
+        value = map(jinja2.filters.make_attrgetter(env, attribute), value)
+    return Traced(d, d.spans if isinstance(d, Traced) else ()).join([str(item) for item in value])
+
+
+class _Tracer(NodeTransformer):
+    """Puts the author's strings on the environment, where compiled code reads them as Traced objects."""
+
+    def __init__(self, env: TracingEnvironment) -> None:
+        self._env = env
+        self._names: dict[str, str] = {}
+
+    def _author(self, text: str) -> nodes.EnvironmentAttribute:
+        name = self._names.setdefault(text, f"author_{len(self._names)}")
+        setattr(self._env, name, Traced.author(text))
+        return nodes.EnvironmentAttribute(name)
+
+    def visit_TemplateData(self, node: nodes.TemplateData) -> nodes.Node:
+        return self._author(node.data)
+
+    def visit_Const(self, node: nodes.Const) -> nodes.Node:
+        return self._author(node.value) if isinstance(node.value, str) else node
+
+    def visit_Concat(self, node: nodes.Concat) -> nodes.Node:
+        parts = nodes.List([self.visit(part) for part in node.nodes])
+        return nodes.Filter(parts, "traced_concat", [], [], None, None)
+
+    def visit_Getitem(self, node: nodes.Getitem) -> nodes.Node:
+        node.node = self.visit(node.node)
+        if not isinstance(node.arg, nodes.Const):  # a constant key is looked up, never shown
+            node.arg = self.visit(node.arg)
+        return node
+
+    def visit_Compare(self, node: nodes.Compare) -> nodes.Node:
+        if not isinstance(node.expr, nodes.Const):
+            node.expr = self.visit(node.expr)
+        for operand in node.ops:
+            if not isinstance(operand.expr, nodes.Const):
+                operand.expr = self.visit(operand.expr)
+        return node
+
+    def visit_Pair(self, node: nodes.Pair) -> nodes.Node:
+        node.value = self.visit(node.value)
+        return node
+
+
+def _compile(source: str, env: TracingEnvironment) -> jinja2.Template:
+    try:
+        tree = env.parse(source)
+        banned = next(tree.find_all((nodes.Extends, nodes.Include, nodes.Import, nodes.FromImport)), None)
+        if banned is not None:
+            raise ModelError(f"The chat template loads another template in line {banned.lineno}, which isn't supported.")
+        tree = _Tracer(env).visit(tree)
+        nodes.Node.set_environment(tree, env)
+        for node in tree.find_all(nodes.Expr):
+            node.lineno = node.lineno or 1
+        return jinja2.Template.from_code(env, env.compile(tree), dict(env.globals))
+    except jinja2.TemplateSyntaxError as error:
+        raise ModelError(f"The chat template has a mistake in line {error.lineno}: {error.message}") from error

@@ -1,0 +1,119 @@
+"""Turns a request's messages, text or ids into a prompt. What the model may be told is decided in policy."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from flowinfer.errors import ModelError, RequestError
+from flowinfer.message import Call, Ids, Prompt
+from flowinfer.stage import Contract, ModelUse, Stage, StageConfig
+from flowinfer.stages.recipe_tokenize import policy
+from flowinfer.units import TokenCount
+
+if TYPE_CHECKING:
+    from flowinfer.text.tokenizer import TextTokenizer
+
+
+class RecipeTokenize(Stage):
+    """Renders chats by the model's template and tokenizes them; text of users can't become a control token."""
+
+    class Config(StageConfig):
+        model: str = ""
+        max_prompt_tokens: TokenCount | None = None
+        template: str | None = None
+
+        def contract(self) -> Contract:
+            return Contract(model=ModelUse(self.model))
+
+    config: Config
+    tokenizer: TextTokenizer
+
+    def open(self) -> None:
+        from flowinfer.engine.hub import resolve
+        from flowinfer.text.tokenizer import load_tokenizer
+
+        self.use(load_tokenizer(resolve(self.config.model)))
+
+    def use(self, tokenizer: TextTokenizer) -> None:
+        """Works with this tokenizer. Raises ModelError where its templates can't be followed or read."""
+        if self.config.template:
+            tokenizer.use_template(_read(self.config.template))
+        tokenizer.check_templates()
+        self.tokenizer = tokenizer
+        self._pooled: set[str] = set()
+
+    def step(self, calls: list[Call]) -> Iterable[Prompt]:
+        prompts: list[Prompt] = []
+        for call in calls:
+            if policy.num_chars([call.messages, call.tools, call.prompt]) > policy.INLINE_CHARS:
+                self._pooled.add(call.id)
+                self.ctx.submit(partial(self._prompt, call), partial(self._finish, call.id))
+            else:
+                prompts += self._try(call)
+        return prompts
+
+    def cancel(self, requests: Collection[str]) -> None:
+        self._pooled.difference_update(requests)
+
+    def _try(self, call: Call) -> list[Prompt]:
+        try:
+            return [self._prompt(call)]
+        except RequestError as error:
+            self.ctx.fail(call.id, error)
+            return []
+
+    def _finish(self, request: str, result: Prompt | BaseException) -> list[Prompt]:
+        if request not in self._pooled:
+            return []  # cancelled meanwhile
+        self._pooled.discard(request)
+        if isinstance(result, Prompt):
+            return [result]
+        if not isinstance(result, RequestError):
+            raise result
+        self.ctx.fail(request, result)
+        return []
+
+    def _prompt(self, call: Call) -> Prompt:
+        """The call as a prompt. Raises RequestError. Runs in the loop or in the pool, so it touches nothing of the stage."""
+        tokens, context = self._tokens(call), self.tokenizer.context_length
+        param = "prompt" if call.messages is None else "messages"
+        policy.check_length(len(tokens), context=context, limit=self.config.max_prompt_tokens, param=param)
+        return Prompt(
+            id=call.id,
+            tokens=tokens,
+            sampling=policy.fit(
+                call.sampling, prompt_tokens=len(tokens), context=context, eos_ids=self.tokenizer.eos_ids
+            ),
+            cache_salt=call.cache_salt,
+            cache_class=call.cache_class,
+            deadline=call.deadline,
+        )
+
+    def _tokens(self, call: Call) -> Ids:
+        if call.messages is not None:
+            messages = policy.normalize(call.messages)
+            return self.tokenizer.encode_segments(self.tokenizer.render(messages, call.tools, **call.template_args))
+        if isinstance(call.prompt, str):
+            return self.tokenizer.encode_prompt(call.prompt)
+        if call.prompt is None:
+            raise RequestError(400, "The request has neither `messages` nor `prompt`.", code="missing", param="messages")
+        return self._checked(np.asarray(call.prompt))
+
+    def _checked(self, ids: np.ndarray) -> Ids:
+        bad = ids[(ids < 0) | (ids >= self.tokenizer.vocab_size)]
+        if len(bad):
+            message = f"`prompt` holds token id {bad[0]}; the model's ids are 0 to {self.tokenizer.vocab_size - 1}."
+            raise RequestError(400, message, code="invalid_value", param="prompt")
+        return ids.astype(np.int32)
+
+
+def _read(template: str) -> str:
+    try:
+        return Path(template).expanduser().read_text(encoding="utf-8")
+    except OSError as error:
+        raise ModelError(f"The chat template {template!r} can't be read: {error.strerror}.") from error
