@@ -1,0 +1,137 @@
+"""Chooses the target's token for every row of a decode step, as each sequence's settings say. Accepts and ends nothing.
+
+Order for one row: raw logits (these give logprobs) -> logit_bias, and -inf for ends of text while min_tokens isn't
+reached -> repetition, then frequency and presence penalties -> temperature -> min-p -> top-k -> top-p -> sample.
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from flowinfer.engine.sampling.history import History
+from flowinfer.kernels.sampling import RowEdits, RowParams, RowSampler, argmax, sample, stream_keys
+from flowinfer.message import Ids, Sampling
+
+_COLDEST = 1e-5  # below it a temperature is greedy: logits over it would leave float32
+
+
+def seed_of(sampling: Sampling, request: str) -> int:
+    """The request's seed as 64 bits; without one, a digest of the request id, so that a replay repeats itself."""
+    if sampling.seed is not None:
+        return sampling.seed & 0xFFFFFFFFFFFFFFFF
+    return int.from_bytes(hashlib.blake2b(request.encode(), digest_size=8).digest(), "little")
+
+
+class Sampler:
+    """Sampling state by slot. Most slots are `plain` (greedy, nothing to edit), and a batch of those is one argmax.
+
+    Noise hangs on (seed, position, token) alone, so a request gets the same tokens alone, in any batch, with or without
+    drafts, and after a preemption: join rebuilds all state from the history.
+    """
+
+    def __init__(self, *, max_slots: int, vocab_size: int, eos_token_ids: tuple[int, ...]) -> None:
+        self.vocab_size, self.eos_token_ids = vocab_size, eos_token_ids
+        self.plain = np.ones(max_slots, np.bool_)
+        self._temperature = np.zeros(max_slots, np.float32)
+        self._top_k = np.zeros(max_slots, np.int64)
+        self._top_p = np.ones(max_slots, np.float32)
+        self._min_p = np.zeros(max_slots, np.float32)
+        self._seeds = np.zeros(max_slots, np.uint64)
+        self._min_position = np.zeros(max_slots, np.int64)  # from here on a sequence may end
+        self._sampling: dict[int, Sampling] = {}  # slots with edits only
+        self._histories: dict[int, History] = {}
+        self._rows = RowSampler(vocab_size)
+
+    def join(self, slot: int, sampling: Sampling, request: str, tokens: Ids, num_prompt: int) -> None:
+        """Takes up a sequence. tokens int32: prompt and, after a preemption, the output so far."""
+        greedy = sampling.temperature < _COLDEST
+        self._temperature[slot] = 0 if greedy else sampling.temperature
+        self._top_k[slot] = max(0, sampling.top_k) if sampling.top_k < self.vocab_size else 0
+        self._top_p[slot], self._min_p[slot] = sampling.top_p, sampling.min_p
+        self._seeds[slot] = seed_of(sampling, request)
+        self._min_position[slot] = num_prompt + sampling.min_tokens
+        self.leave(slot)
+        if History.needed(sampling):
+            self._histories[slot] = History(sampling, tokens, num_prompt, self.vocab_size)
+        if slot in self._histories or sampling.logit_bias or sampling.min_tokens > 0:
+            self._sampling[slot] = sampling
+        self.plain[slot] = greedy and slot not in self._sampling
+
+    def leave(self, slot: int) -> None:
+        """Forgets the sequence of this slot; harmless where there is none."""
+        self._sampling.pop(slot, None)
+        self._histories.pop(slot, None)
+        self.plain[slot] = True
+
+    def choose(self, logits: Tensor, slots: Ids, starts: Ids, positions: Ids, drafts: Ids) -> NDArray[np.int64]:
+        """The target's own token of every row, int64 [rows]; -1 where the logits aren't finite.
+
+        logits: float32 [rows, vocab].  slots[i] owns rows starts[i]:starts[i+1], of its last token and its drafts.
+        positions [n]: index in its sequence of the token that its first row gives.  drafts int32 [n, D], padded.
+        """
+        plain = self.plain[slots]
+        if plain.all():
+            return argmax(logits)
+        chosen = argmax(logits) if plain.any() else np.empty(int(starts[-1]), np.int64)
+        rows, owners, edits = self._picky_rows(np.flatnonzero(~plain), slots, starts, positions, drafts)
+        at = positions[owners] + rows - starts[owners]
+        chosen[rows] = sample(logits, rows, self._params(slots[owners], at), edits, self._rows)
+        return chosen
+
+    def advance(self, slot: int, output: Ids) -> None:
+        """Counts tokens that were taken into the output; only slots in `tracked` need it."""
+        self._histories[slot].extend(output)
+
+    @property
+    def tracked(self) -> frozenset[int]:
+        """Slots whose penalties count the output."""
+        return frozenset(self._histories)
+
+    def _picky_rows(
+        self, chosen: NDArray[np.int64], slots: Ids, starts: Ids, positions: Ids, drafts: Ids
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64], list[RowEdits | None]]:
+        rows: list[int] = []
+        owners: list[int] = []
+        edits: list[RowEdits | None] = []
+        for i in chosen.tolist():
+            first, end = int(starts[i]), int(starts[i + 1])
+            rows += range(first, end)
+            owners += [i] * (end - first)
+            edits += self._edits(int(slots[i]), int(positions[i]), drafts[i, : end - first - 1])
+        return np.array(rows, np.int64), np.array(owners, np.int64), edits
+
+    def _edits(self, slot: int, position: int, drafts: Ids) -> list[RowEdits | None]:
+        """Edits of the slot's rows: the last token's, then one per draft, each as if the drafts before it were taken."""
+        sampling = self._sampling.get(slot)
+        if sampling is None:
+            return [None] * (drafts.size + 1)
+        edits = [self._bias(slot, sampling, position + j) for j in range(drafts.size + 1)]
+        history = self._histories.get(slot)
+        if history is not None:
+            for edit, (seen, subtract) in zip(edits, history.with_drafts(drafts), strict=True):
+                edit.seen, edit.subtract, edit.repetition = seen, subtract, history.repetition
+        return list(edits)
+
+    def _bias(self, slot: int, sampling: Sampling, position: int) -> RowEdits:
+        bias = dict(sampling.logit_bias)
+        if position < self._min_position[slot]:
+            ends = sampling.stop_token_ids if sampling.ignore_eos else (*sampling.stop_token_ids, *self.eos_token_ids)
+            bias |= dict.fromkeys(ends, -np.inf)
+        inside = [(token, value) for token, value in bias.items() if 0 <= token < self.vocab_size]
+        if not inside:
+            return RowEdits()
+        tokens, values = zip(*inside, strict=True)
+        return RowEdits(np.array(tokens, np.int64), np.array(values, np.float32))
+
+    def _params(self, slots: Ids, positions: NDArray[np.int64]) -> RowParams:
+        return RowParams(
+            self._temperature[slots],
+            self._top_k[slots],
+            self._top_p[slots],
+            self._min_p[slots],
+            stream_keys(self._seeds[slots], positions),
+        )

@@ -1,0 +1,139 @@
+"""Chooses a token per row of logits: edits (bias, penalties), temperature, filters, hashed noise. Knows no requests."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from flowinfer.errors import KernelUnsupported
+from flowinfer.kernels.sampling import reference
+from flowinfer.kernels.sampling.host import RowSampler, top_tokens
+from flowinfer.kernels.sampling.noise import exponentials, stream_keys
+
+__all__ = ["RowEdits", "RowParams", "RowSampler", "argmax", "exponentials", "sample", "stream_keys", "top_tokens"]
+
+I64 = NDArray[np.int64]
+F32 = NDArray[np.float32]
+_NO_TOKENS = np.empty(0, np.int64)
+_NO_VALUES = np.empty(0, np.float32)
+
+
+@dataclass
+class RowEdits:
+    """Changes to one row before temperature: first bias is added, then penalties; each id at most once in either list.
+
+    Logits of `seen` are divided by `repetition` where positive, else multiplied (CTRL, Keskar et al. 2019), then lose
+    `subtract` (presence + frequency * count, as in the OpenAI API).
+    """
+
+    bias_tokens: I64 = field(default_factory=lambda: _NO_TOKENS)
+    bias: F32 = field(default_factory=lambda: _NO_VALUES)
+    seen: I64 = field(default_factory=lambda: _NO_TOKENS)
+    subtract: F32 = field(default_factory=lambda: _NO_VALUES)
+    repetition: float = 1.0
+
+
+class RowParams(NamedTuple):
+    """How to choose, one entry a row. temperature 0: greedy. top_k 0, top_p 1, min_p 0: off. keys: `stream_keys`."""
+
+    temperature: NDArray[np.float32]
+    top_k: NDArray[np.int64]
+    top_p: NDArray[np.float32]
+    min_p: NDArray[np.float32]
+    keys: NDArray[np.uint64]
+
+
+def argmax(logits_RV: Tensor) -> I64:
+    """The best token of each row, int64 [rows]; -1 where a row holds a NaN or nothing finite. float32 logits.
+
+    numpy on the CPU: 0.26 ms for 64 rows of 49,152 against 5 ms by torch 2.13.
+    """
+    if logits_RV.device.type == "cpu":
+        logits = logits_RV.numpy()
+        best: I64 = logits.argmax(1)
+        best[~np.isfinite(logits[np.arange(best.size), best])] = -1
+        return best
+    values, tokens = logits_RV.max(1)
+    chosen: I64 = torch.where(values.isfinite(), tokens, -1).cpu().numpy()
+    return chosen
+
+
+def sample(
+    logits_RV: Tensor,
+    rows: Sequence[int] | I64,
+    params: RowParams,
+    edits: Sequence[RowEdits | None],
+    sampler: RowSampler | None = None,
+) -> I64:
+    """Tokens, int64 [len(rows)], of these rows of float32 logits [rows, vocab], which stay as they are.
+
+    params and edits have an entry per element of `rows`. -1 marks a row that holds a NaN or nothing finite. `sampler`
+    carries the buffers of the CPU path from call to call. Raises KernelUnsupported for other dtypes.
+    """
+    if logits_RV.dtype != torch.float32:
+        raise KernelUnsupported(f"sampling takes float32 logits, not {logits_RV.dtype}.", help="Convert them first.")
+    if logits_RV.device.type == "cpu":
+        return _sample_host(logits_RV, rows, params, edits, sampler or RowSampler(logits_RV.shape[1]))
+    return _sample_torch(logits_RV, rows, params, edits)
+
+
+def _sample_host(
+    logits_RV: Tensor, rows: Sequence[int] | I64, params: RowParams, edits: Sequence[RowEdits | None], host: RowSampler
+) -> I64:
+    logits = logits_RV.numpy()
+    chosen = np.empty(len(rows), np.int64)
+    settings = zip(*(column.tolist() for column in params), strict=True)
+    for i, (row, (temperature, top_k, top_p, min_p, key), edit) in enumerate(zip(rows, settings, edits, strict=True)):
+        values = logits[row] if edit is None else _edited(logits[row], edit, host.scaled)
+        if temperature > 0:
+            chosen[i] = host.sample(values, temperature, top_k, top_p, min_p, key)
+        else:
+            best = values.argmax()
+            chosen[i] = best if np.isfinite(values[best]) else -1
+    return chosen
+
+
+def _edited(row: F32, edit: RowEdits, out: F32) -> F32:
+    np.copyto(out, row)
+    out[edit.bias_tokens] += edit.bias
+    if edit.seen.size:
+        values = out[edit.seen]
+        if edit.repetition != 1:
+            repetition = np.float32(edit.repetition)
+            values = np.where(values > 0, values / repetition, values * repetition)
+        out[edit.seen] = values - edit.subtract if edit.subtract.size else values
+    return out
+
+
+def _sample_torch(
+    logits_RV: Tensor, rows: Sequence[int] | I64, params: RowParams, edits: Sequence[RowEdits | None]
+) -> I64:
+    device = logits_RV.device
+    picked = logits_RV[torch.as_tensor(np.asarray(rows, np.int64), device=device)]
+    for row, edit in zip(picked, edits, strict=True):
+        if edit is not None:
+            _edit_torch(row, edit)
+    temperature, top_k, top_p, min_p = (torch.as_tensor(column, device=device) for column in params[:4])
+    keys = torch.as_tensor(params.keys.view(np.int64), device=device)
+    warm = torch.where(temperature > 0, temperature, 1)
+    drawn = reference.sample(reference.filtered(picked, warm, top_k, top_p, min_p), keys)
+    values, best = picked.max(1)
+    tokens = torch.where(temperature > 0, drawn, best)
+    chosen: I64 = torch.where(values.isfinite(), tokens, -1).cpu().numpy()
+    return chosen
+
+
+def _edit_torch(row: Tensor, edit: RowEdits) -> None:
+    device = row.device
+    row[torch.as_tensor(edit.bias_tokens, device=device)] += torch.as_tensor(edit.bias, device=device)
+    seen = torch.as_tensor(edit.seen, device=device)
+    values = row[seen]
+    if edit.repetition != 1:
+        values = torch.where(values > 0, values / edit.repetition, values * edit.repetition)
+    row[seen] = values - torch.as_tensor(edit.subtract, device=device) if edit.subtract.size else values

@@ -1,0 +1,1 @@
+"""spec-verify: accepts drafts, samples, ends sequences, drafts the next tokens."""

@@ -1,0 +1,305 @@
+"""Turns the logits of a decode step into accepted tokens, finished sequences and the next proposal.
+
+Owns the output history of the batch (tokens, num_tokens); slots and KV are moe-decode's, stop strings detokenize's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import Field, model_validator
+
+from flowinfer.errors import RequestError, StageError
+from flowinfer.message import Finish, FinishReason, Ids, Logits, Opening, Proposal, TokenLogprob, Tokens
+from flowinfer.stage import Contract, Stage, StageConfig
+from flowinfer.stages.spec_verify.policy import (
+    LENGTH,
+    RUNS,
+    STOP,
+    DraftLength,
+    NgramDraft,
+    StopRules,
+    count_matches,
+    pad_rows,
+)
+
+if TYPE_CHECKING:
+    from flowinfer.engine.batch import Batch
+
+_REASONS: dict[int, FinishReason] = {STOP: "stop", LENGTH: "length"}
+_NONE: Ids = np.empty(0, np.int32)
+
+
+class Verdict(NamedTuple):
+    """What one step gave: for slots[i] the first counts[i] of tokens[i], accepted[i] of them drafts; reason as in policy."""
+
+    slots: Ids
+    first_rows: Ids
+    tokens: Ids  # [n, W]
+    counts: Ids
+    accepted: Ids
+    reasons: Ids
+
+
+class SpecVerify(Stage):
+    """Accepts drafts, samples, ends sequences and drafts their next tokens, for the whole batch at once."""
+
+    class Config(StageConfig):
+        """draft: where drafts come from; none samples one token a step.  tokens: drafts verified per step at most.
+
+        ngram_min, ngram_max: lengths of the n-grams that ngram looks up.
+        row_cost: time of one more row in a decode step as a share of the step's fixed time; the dearer a row, the surer
+        a draft must be (0: always draft all).
+        """
+
+        draft: Literal["none", "ngram"] = "ngram"
+        tokens: int = Field(default=4, ge=1, le=8)
+        ngram_min: int = Field(default=2, ge=1, le=16)
+        ngram_max: int = Field(default=4, ge=1, le=16)
+        row_cost: float = Field(default=0.15, ge=0)
+
+        @model_validator(mode="after")
+        def _lengths_ordered(self) -> SpecVerify.Config:
+            if self.ngram_min > self.ngram_max:
+                raise ValueError(f"ngram_min ({self.ngram_min}) is above ngram_max ({self.ngram_max})")
+            return self
+
+        def contract(self) -> Contract:
+            """Shares the batch with moe-decode, so both run in one worker."""
+            return Contract(beside=frozenset({"moe-decode"}))
+
+    config: Config
+    batch: Batch
+
+    def open(self) -> None:
+        """Takes the batch that moe-decode made. Raises StageError where there is none."""
+        from flowinfer.engine.sampling import Sampler
+        from flowinfer.stages.spec_verify.count import SpecCounters
+
+        batch = self.batch = self.ctx.shared("decode-batch", self._no_batch)
+        slots = batch.max_slots
+        self.sampler = Sampler(max_slots=slots, vocab_size=batch.vocab_size, eos_token_ids=batch.eos_token_ids)
+        self.stops = StopRules(slots, batch.max_tokens, batch.eos_token_ids)
+        self.max_drafts = min(self.config.tokens, batch.max_drafts) if self.config.draft == "ngram" else 0
+        if self.max_drafts:
+            lengths = {"ngram_min": self.config.ngram_min, "ngram_max": self.config.ngram_max}
+            self.ngrams = NgramDraft(batch.tokens, max_drafts=self.max_drafts, **lengths)
+        self.length = DraftLength(slots, self.config.row_cost)
+        self.counters = SpecCounters(self.max_drafts)
+        self.live = np.zeros(slots, np.bool_)
+        self.version = np.full(slots, -1, np.int64)  # of the sequence that this stage knows in the slot
+        self.slot_of: dict[str, int] = {}
+        self.usage = np.zeros((slots, 3), np.int64)  # cached, drafted, accepted tokens
+        self.resumable: dict[str, NDArray[np.int64]] = {}  # usage of sequences that lost their slot to another
+        self.known = [""] * slots
+        self.unopened: set[int] = set()
+        self.with_logprobs: dict[int, int] = {}
+        self.guesses: Ids = np.zeros((slots, self.max_drafts), np.int32)
+        self.has_guess = np.zeros(slots, np.bool_)
+
+    def step(self, logits: list[Logits]) -> Iterable[Tokens | Proposal]:
+        """Tokens of each step of the batch, and one proposal for what runs next."""
+        proposed = []
+        for one in logits:
+            self._take_joined(one.slots)
+            verdict = self._judge(one)
+            if verdict.slots.size:
+                yield self._tokens(one, verdict)
+                proposed.append((one.step, verdict.slots[verdict.reasons == RUNS]))
+        slots = np.concatenate([slots for _, slots in proposed]) if proposed else _NONE
+        if slots.size:
+            yield self._propose(proposed[-1][0], slots)
+
+    def cancel(self, requests: Collection[str]) -> None:
+        """Forgets these sequences; moe-decode frees their slots."""
+        for request in requests:
+            self.resumable.pop(request, None)
+            slot = self.slot_of.get(request)
+            if slot is not None:
+                self._forget(slot)
+
+    # -------------------------------------------------------------------------------------------- who is in which slot
+
+    def _no_batch(self) -> Batch:
+        raise StageError(
+            self.ctx.stage, "finds no decode batch in its worker.", help="Place it with a moe-decode stage."
+        )
+
+    def _take_joined(self, ran: Ids) -> None:
+        """Takes up the sequences that ran for the first time in this step."""
+        if self.batch.joined:
+            now = set(ran.tolist())
+            for slot in [slot for slot in self.batch.joined if slot in now]:
+                self.batch.joined.remove(slot)
+                self._join(slot)
+
+    def _join(self, slot: int) -> None:
+        batch, prompt, request = self.batch, self.batch.prompts[slot], self.batch.ids[slot]
+        assert prompt is not None and request is not None, "a slot that joined holds a sequence"
+        usage = self._usage_so_far(request)
+        if self.live[slot]:  # its sequence was preempted and will come back elsewhere
+            self.resumable[self.known[slot]] = self.usage[slot].copy()
+            self._forget(slot)
+        cached = prompt.kv.cached_tokens if prompt.kv else 0
+        self.usage[slot] = (cached, 0, 0) if usage is None else usage
+        self.live[slot], self.version[slot] = True, batch.version[slot]
+        self.known[slot], self.slot_of[request] = request, slot
+        num_prompt, num_tokens = int(batch.num_prompt[slot]), int(batch.num_tokens[slot])
+        self.sampler.join(slot, prompt.sampling, request, batch.tokens[slot, :num_tokens], num_prompt)
+        self.stops.join(slot, prompt.sampling, num_prompt)
+        if self.max_drafts:
+            self.ngrams.join(slot)
+            self.length.join(slot)
+        if num_tokens == num_prompt:
+            self.unopened.add(slot)
+        if prompt.sampling.logprobs is not None:
+            self.with_logprobs[slot] = prompt.sampling.logprobs
+
+    def _usage_so_far(self, request: str) -> NDArray[np.int64] | None:
+        """Of a sequence that was preempted and is back: from its old slot, unless another took that meanwhile."""
+        slot = self.slot_of.get(request)
+        if slot is None:
+            return self.resumable.pop(request, None)
+        usage = self.usage[slot].copy()
+        self._forget(slot)
+        return usage
+
+    def _forget(self, slot: int) -> None:
+        self.slot_of.pop(self.known[slot], None)
+        self.known[slot], self.live[slot], self.has_guess[slot] = "", False, False
+        self.sampler.leave(slot)
+        self.unopened.discard(slot)
+        self.with_logprobs.pop(slot, None)
+
+    # ------------------------------------------------------------------------------------------- what the step decided
+
+    def _judge(self, step: Logits) -> Verdict:
+        """Samples, accepts, cuts at ends, and writes the history. Rows of sequences that are gone are left out."""
+        slots, batch = step.slots, self.batch
+        known = self.live[slots] & (self.version[slots] == batch.version[slots])
+        drafts = self.guesses[slots]
+        num_drafts = np.diff(step.starts) - 1
+        positions = batch.num_tokens[slots]
+        chosen = pad_rows(self.sampler.choose(step.logits, slots, step.starts, positions, drafts), step.starts)
+        accepted = count_matches(chosen, drafts, num_drafts) if num_drafts.any() else np.zeros(slots.size, np.int32)
+        known &= self._finite(slots, chosen, accepted, known)
+        firsts = step.starts[:-1]
+        if not known.all():
+            slots, firsts, chosen, accepted = slots[known], firsts[known], chosen[known], accepted[known]
+            positions, num_drafts = positions[known], num_drafts[known]
+        counts, reasons = self.stops.cut(slots, chosen, accepted + 1, positions)
+        accepted = np.minimum(accepted, counts)
+        self._write(slots, chosen, counts, positions)
+        self._learn(slots, chosen, counts, num_drafts, accepted)
+        return Verdict(slots, firsts, chosen, counts, accepted, reasons)
+
+    def _finite(self, slots: Ids, chosen: Ids, accepted: Ids, known: NDArray[np.bool_]) -> NDArray[np.bool_]:
+        """Which sequences have logits that can be sampled; the others fail."""
+        finite: NDArray[np.bool_] = ~((chosen < 0) & (np.arange(chosen.shape[1]) <= accepted[:, None])).any(1)
+        if not finite.all():
+            for slot in slots[known & ~finite].tolist():
+                request = self.known[slot]
+                self._forget(slot)
+                self.batch.finish(slot)
+                text = "The model gave logits that aren't finite for this request."
+                self.ctx.fail(request, RequestError(500, text, code="logits_not_finite"))
+        return finite
+
+    def _write(self, slots: Ids, chosen: Ids, counts: Ids, positions: Ids) -> None:
+        batch = self.batch
+        new = np.arange(chosen.shape[1]) < counts[:, None]
+        at = positions[:, None] + np.arange(chosen.shape[1])
+        batch.tokens[np.repeat(slots, counts), at[new]] = chosen[new]
+        batch.num_tokens[slots] += counts
+        tracked = self.sampler.tracked
+        if tracked:
+            for i in [i for i, slot in enumerate(slots.tolist()) if slot in tracked]:
+                self.sampler.advance(int(slots[i]), chosen[i, : counts[i]])
+
+    def _learn(self, slots: Ids, chosen: Ids, counts: Ids, num_drafts: Ids, accepted: Ids) -> None:
+        """Usage and counters of what was verified; acceptance of what was guessed, verified or not."""
+        if not self.max_drafts:
+            return
+        if num_drafts.any():
+            self.usage[slots, 1] += num_drafts
+            self.usage[slots, 2] += accepted
+            self.counters.count(num_drafts, accepted)
+        guessed = self.has_guess[slots] & (counts > 0)
+        if guessed.any():
+            slots, chosen, counts = slots[guessed], chosen[guessed], counts[guessed]
+            hits = count_matches(chosen, self.guesses[slots], counts)
+            self.length.learn(slots, hits, np.minimum(np.minimum(hits + 1, counts), self.max_drafts))
+
+    # ----------------------------------------------------------------------------------------------------- what goes out
+
+    def _tokens(self, step: Logits, verdict: Verdict) -> Tokens:
+        slots = verdict.slots.tolist()
+        kept = np.arange(verdict.tokens.shape[1]) < verdict.counts[:, None]
+        message = Tokens(
+            step=step.step, ids=[self.known[slot] for slot in slots], counts=verdict.counts, tokens=verdict.tokens[kept]
+        )
+        if self.unopened:
+            message.opened = [self._opening(slot) for slot in slots if slot in self.unopened]
+        if self.with_logprobs:
+            message.logprobs = self._logprobs(step, verdict, slots)
+        for i in np.flatnonzero(verdict.reasons).tolist():
+            message.finished[i] = self._finish(slots[i], verdict, i)
+        return message
+
+    def _opening(self, slot: int) -> Opening:
+        self.unopened.discard(slot)
+        prompt = self.batch.prompts[slot]
+        assert prompt is not None, "a live slot holds a sequence"
+        return Opening(
+            id=self.known[slot],
+            sampling=prompt.sampling,
+            prompt_tokens=int(self.batch.num_prompt[slot]),
+            cached_tokens=int(self.usage[slot, 0]),
+        )
+
+    def _logprobs(self, step: Logits, verdict: Verdict, slots: list[int]) -> dict[int, list[TokenLogprob]]:
+        from flowinfer.engine.sampling import token_logprob
+
+        found = {}
+        for i, slot in enumerate(slots):
+            if slot in self.with_logprobs:
+                first, tokens = int(verdict.first_rows[i]), verdict.tokens[i, : verdict.counts[i]].tolist()
+                num_top = self.with_logprobs[slot]
+                found[i] = [token_logprob(step.logits[first + j], token, num_top) for j, token in enumerate(tokens)]
+        return found
+
+    def _finish(self, slot: int, verdict: Verdict, i: int) -> Finish:
+        num_prompt, num_tokens = int(self.batch.num_prompt[slot]), int(self.batch.num_tokens[slot])
+        cached, drafted, accepted = self.usage[slot].tolist()
+        reason = int(verdict.reasons[i])
+        finish = Finish(
+            reason=_REASONS[reason],
+            prompt_tokens=num_prompt,
+            completion_tokens=num_tokens - num_prompt,
+            cached_tokens=cached,
+            drafted_tokens=drafted,
+            accepted_tokens=accepted,
+            stop=int(verdict.tokens[i, verdict.counts[i] - 1]) if reason == STOP else None,
+        )
+        self._forget(slot)
+        self.batch.finish(slot)
+        return finish
+
+    def _propose(self, step: int, slots: Ids) -> Proposal:
+        """The last token of each sequence and, where they are worth it, drafts, never past the end of the sequence."""
+        batch = self.batch
+        num_tokens = batch.num_tokens[slots]
+        last = batch.tokens[slots, num_tokens - 1]
+        if not self.max_drafts:
+            return Proposal(step=step, slots=slots, counts=np.ones(slots.size, np.int32), tokens=last)
+        found, guesses = self.ngrams.guess(slots, num_tokens)
+        self.has_guess[slots] = found
+        self.guesses[slots] = guesses
+        room = self.stops.limit[slots] - num_tokens - 1  # verifying k drafts may give k + 1 tokens
+        worth = np.minimum(np.minimum(self.length.choose(slots), self.max_drafts), room)
+        counts = np.where(found, worth, 0).astype(np.int32) + 1
+        rows = np.concatenate([last[:, None], guesses], axis=1)
+        return Proposal(step=step, slots=slots, counts=counts, tokens=rows[np.arange(rows.shape[1]) < counts[:, None]])

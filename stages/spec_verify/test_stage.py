@@ -1,0 +1,374 @@
+"""spec-verify against a toy model: a table of logits by the last two tokens, so that any run can be checked by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from scipy import stats
+
+from flowinfer.engine.batch import Batch
+from flowinfer.engine.sampling import Sampler
+from flowinfer.errors import RequestError, StageError
+from flowinfer.message import Ids, KVHandle, Logits, Proposal, Sampling, Sequence, Tokens
+from flowinfer.stage import ports
+from flowinfer.stages.spec_verify.stage import SpecVerify
+
+torch.set_num_threads(1)
+VOCAB, EOS = 32, 31
+
+
+def ids(*tokens: int) -> Ids:
+    return np.array(tokens, np.int32)
+
+
+def sequence(name: str, tokens: Ids, **sampling: Any) -> Sequence:
+    kv = KVHandle(
+        layout="toy", owner="prefill.0", generation=0, blocks=ids(), num_tokens=len(tokens) - 1, cached_tokens=1
+    )
+    return Sequence(
+        id=name, tokens=tokens, sampling=Sampling(**{"max_tokens": 12, "temperature": 0.0} | sampling), kv=kv
+    )
+
+
+@dataclass
+class Output:
+    """What a client would see of one sequence."""
+
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[Any] = field(default_factory=list)
+    opened: list[Any] = field(default_factory=list)
+    finish: Any = None
+
+
+class Loop:
+    """moe-decode's side of the loop over the toy table, [VOCAB, VOCAB, VOCAB] logits by the last two tokens."""
+
+    def __init__(self, table: torch.Tensor, *, max_tokens: int = 64, max_slots: int = 8, **config: Any) -> None:
+        self.table, self.freed, self.failed, self.step = table, [], {}, 0
+        self.batch = Batch(
+            max_slots=max_slots,
+            max_tokens=max_tokens,
+            max_drafts=8,
+            block_tokens=64,
+            eos_token_ids=(EOS,),
+            vocab_size=VOCAB,
+            on_finish=self.freed.append,
+        )
+        self.ctx = SimpleNamespace(stage="verify", shared=lambda key, make: self.batch, fail=self.failed.__setitem__)
+        self.stage = SpecVerify(SpecVerify.Config(**config), self.ctx)
+        self.stage.open()
+        self.proposal: Proposal | None = None
+        self.proposals: list[Proposal] = []
+        self.outputs: dict[str, Output] = {}
+
+    def add(self, item: Sequence, history: Ids | None = None) -> int:
+        return self.batch.add(item, item.tokens if history is None else history, ids())
+
+    def run(self, *items: Sequence, steps: int = 200) -> dict[str, Output]:
+        for item in items:
+            self.add(item)
+        while len(self.batch) and steps:
+            self.turn()
+            steps -= 1
+        return self.outputs
+
+    def turn(self) -> None:
+        self.proposal = self.give(self.logits())
+
+    def give(self, logits: Logits) -> Proposal | None:
+        proposal = None
+        for message in self.stage.step([logits]):
+            if isinstance(message, Proposal):
+                proposal = message
+                self.proposals.append(message)
+            else:
+                self.take(message)
+        return proposal
+
+    def take(self, message: Tokens) -> None:
+        assert len(message.tokens) == message.counts.sum() and message.tokens.dtype == np.int32
+        for opening in message.opened:
+            self.outputs.setdefault(opening.id, Output()).opened.append(opening)
+        runs = np.split(message.tokens, np.cumsum(message.counts)[:-1])
+        for i, (name, run) in enumerate(zip(message.ids, runs, strict=True)):
+            output = self.outputs.setdefault(name, Output())
+            output.tokens += run.tolist()
+            output.logprobs += message.logprobs.get(i, [])
+            output.finish = message.finished.get(i)
+
+    def rows(self) -> list[tuple[int, list[int]]]:
+        """The slots of a step with the tokens that each is to run."""
+        rows: list[tuple[int, list[int]]] = []
+        if self.proposal is not None:
+            runs = np.split(self.proposal.tokens, np.cumsum(self.proposal.counts)[:-1])
+            rows = [
+                (s, r.tolist()) for s, r in zip(self.proposal.slots.tolist(), runs, strict=True) if self.batch.ids[s]
+            ]
+        proposed = {slot for slot, _ in rows}
+        joined = [slot for slot in self.batch.joined if slot not in proposed]
+        return rows + [(slot, [int(self.batch.history(slot)[-1])]) for slot in joined]
+
+    def logits(self) -> Logits:
+        rows, logits = self.rows(), []
+        for slot, run in rows:
+            history = self.batch.history(slot).tolist()
+            assert run[0] == history[-1], "a proposal begins with the last token"
+            text = history + run[1:]
+            logits += [self.table[text[-len(run) + j - 1], text[-len(run) + j]] for j in range(len(run))]
+        starts = np.cumsum([0, *[len(run) for _, run in rows]]).astype(np.int32)
+        self.step += 1
+        return Logits(step=self.step, slots=ids(*[s for s, _ in rows]), starts=starts, logits=torch.stack(logits))
+
+
+def toy_table(seed: int = 0, scale: float = 2.0) -> torch.Tensor:
+    return torch.randn(VOCAB, VOCAB, VOCAB, generator=torch.Generator().manual_seed(seed)) * scale
+
+
+def cycle(period: int) -> torch.Tensor:
+    """A model that counts 0 .. period-1 round and round, whatever came before."""
+    table = torch.zeros(VOCAB, VOCAB, VOCAB)
+    for token in range(VOCAB):
+        table[:, token, (token + 1) % period] = 9.0
+    return table
+
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "hot": {"temperature": 1.3, "seed": 5},
+    "cool": {"temperature": 0.6, "seed": -1},
+    "filtered": {"temperature": 1.0, "top_k": 6, "top_p": 0.9, "min_p": 0.02},
+    "penalized": {"temperature": 0.8, "repetition_penalty": 1.2, "presence_penalty": 0.3, "frequency_penalty": 0.4},
+    "greedy penalized": {"frequency_penalty": 0.7},
+    "biased": {"temperature": 1.0, "logit_bias": {3: 2.5, 4: -100.0, 999: 1.0}},
+    "long": {"temperature": 1.0, "min_tokens": 20, "stop_token_ids": (2, 9)},
+}
+
+
+def requests() -> list[Sequence]:
+    prompt = ids(1, 2, 3, 4, 1, 2, 3, 4, 1, 2)
+    return [sequence(name, prompt, max_tokens=40, **kwargs) for name, kwargs in SETTINGS.items()]
+
+
+def test_ports_are_those_of_the_decode_loop() -> None:
+    inputs, outputs = ports(SpecVerify)
+    assert [port.message for port in inputs] == [Logits]
+    assert {port.message for port in outputs} == {Tokens, Proposal}
+    assert SpecVerify.kind == "spec-verify"
+
+
+def test_greedy_follows_the_table() -> None:
+    table = toy_table()
+    output = Loop(table, draft="none").run(sequence("a", ids(5, 6), max_tokens=6, ignore_eos=True))["a"]
+    text = [5, 6]
+    while len(text) < 8:
+        text.append(int(table[text[-2], text[-1]].argmax()))
+    assert output.tokens == text[2:]
+
+
+def test_opening_comes_once_and_finish_last() -> None:
+    loop = Loop(cycle(5), draft="none")
+    output = loop.run(sequence("a", ids(0, 1, 2), max_tokens=7))["a"]
+    (opening,) = output.opened
+    assert (opening.id, opening.prompt_tokens, opening.cached_tokens) == ("a", 3, 1)
+    assert output.finish.reason == "length"
+    assert (output.finish.prompt_tokens, output.finish.completion_tokens, output.finish.cached_tokens) == (3, 7, 1)
+    assert loop.freed and not len(loop.batch)
+
+
+def test_speculation_changes_no_token() -> None:
+    plain = Loop(toy_table(scale=4.0), draft="none").run(*requests())
+    drafting = Loop(toy_table(scale=4.0), draft="ngram", ngram_min=1, row_cost=0.0).run(*requests())
+    assert {name: out.tokens for name, out in plain.items()} == {name: out.tokens for name, out in drafting.items()}
+    assert sum(out.finish.drafted_tokens for out in drafting.values()) > 20, "nothing was drafted, so nothing tested"
+    assert sum(out.finish.accepted_tokens for out in drafting.values()) > 0
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_a_request_gets_the_same_tokens_alone_and_in_a_batch(name: str) -> None:
+    table = toy_table(scale=4.0)
+    together = Loop(table).run(*requests())[name].tokens
+    assert Loop(table).run(*[r for r in requests() if r.id == name])[name].tokens == together
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_a_preempted_sequence_goes_on_as_if_nothing_had_been(name: str) -> None:
+    table = toy_table(scale=4.0)
+    (request,) = [r for r in requests() if r.id == name]
+    whole = Loop(table).run(request)[name]
+    loop = Loop(table)
+    slot = loop.add(request)
+    for _ in range(3):
+        loop.turn()
+    assert len(loop.batch), "ended before it could be preempted"
+    history = loop.batch.history(slot)
+    loop.batch.remove(slot)
+    loop.proposal = None
+    loop.run(sequence("other", ids(1, 2), max_tokens=3))  # takes the slot meanwhile
+    loop.add(request, history)
+    resumed = loop.run()[name]
+    assert resumed.tokens == whole.tokens
+    assert len(resumed.opened) == 1
+    assert resumed.finish.completion_tokens == whole.finish.completion_tokens
+    assert resumed.finish.cached_tokens == whole.finish.cached_tokens
+
+
+def test_drafts_save_steps_on_repetitive_text() -> None:
+    item = sequence("a", ids(0, 1, 2, 3, 4, 0, 1, 2), max_tokens=40)
+    loop = Loop(cycle(5), draft="ngram")
+    finish = loop.run(item)["a"].finish
+    assert loop.step <= 14
+    assert finish.accepted_tokens == 40 - loop.step
+    assert finish.drafted_tokens >= finish.accepted_tokens
+
+
+def test_a_stop_inside_an_accepted_run_cuts_what_follows() -> None:
+    item = sequence("a", ids(0, 1, 2, 3, 4, 0, 1, 2, 3, 4, 0), max_tokens=40, stop_token_ids=(3,))
+    loop = Loop(cycle(5), draft="ngram", row_cost=0.0)
+    output = loop.run(item)["a"]
+    assert output.tokens == [1, 2, 3]
+    assert (output.finish.reason, output.finish.stop, output.finish.completion_tokens) == ("stop", 3, 3)
+    assert output.finish.accepted_tokens <= 3
+
+
+@pytest.mark.parametrize(("ignore", "expected"), [(False, [30, EOS]), (True, [30, EOS, 0, 1, 2, 3])])
+def test_end_of_text_ends_unless_ignored(ignore: bool, expected: list[int]) -> None:
+    output = Loop(cycle(VOCAB)).run(sequence("a", ids(28, 29), max_tokens=6, ignore_eos=ignore))["a"]
+    assert output.tokens == expected
+
+
+def test_min_tokens_puts_off_the_end() -> None:
+    output = Loop(cycle(VOCAB)).run(sequence("a", ids(28, 29), max_tokens=9, min_tokens=4, logit_bias={EOS: 50.0}))["a"]
+    assert EOS not in output.tokens[:4]
+    assert output.tokens[4:] == [EOS]
+
+
+@pytest.mark.parametrize("draft", ["none", "ngram"])
+@pytest.mark.parametrize("max_tokens", range(1, 9))
+def test_max_tokens_is_exact(draft: str, max_tokens: int) -> None:
+    loop = Loop(cycle(3), draft=draft, row_cost=0.0)
+    output = loop.run(sequence("a", ids(0, 1, 2, 0, 1, 2), max_tokens=max_tokens))["a"]
+    assert len(output.tokens) == max_tokens and output.finish.reason == "length"
+
+
+@pytest.mark.parametrize("draft", ["none", "ngram"])
+def test_the_end_of_the_context_ends_a_sequence(draft: str) -> None:
+    loop = Loop(cycle(3), max_tokens=13, draft=draft, row_cost=0.0)
+    output = loop.run(sequence("a", ids(0, 1, 2, 0, 1, 2), max_tokens=100))["a"]
+    assert len(output.tokens) == 7 and output.finish.reason == "length"
+
+
+def test_no_draft_runs_past_the_batch() -> None:
+    loop = Loop(cycle(3), max_tokens=20, draft="ngram", tokens=8, row_cost=0.0)
+    loop.add(sequence("a", ids(0, 1, 2, 0, 1, 2), max_tokens=100))
+    while len(loop.batch):
+        loop.turn()
+        if loop.proposal is not None:
+            drafts = loop.proposal.counts - 1
+            assert (loop.batch.num_tokens[loop.proposal.slots] + drafts <= 20).all() and (drafts <= 8).all()
+
+
+def test_rows_of_a_cancelled_sequence_are_ignored() -> None:
+    loop = Loop(cycle(5))
+    gone = loop.add(sequence("gone", ids(0, 1)))
+    loop.add(sequence("stays", ids(0, 1), max_tokens=5))
+    loop.turn()
+    late = loop.logits()
+    loop.batch.finish(gone)
+    loop.stage.cancel(["gone", "never seen"])
+    loop.proposal = loop.give(late)
+    assert loop.proposal is not None and gone not in loop.proposal.slots
+    outputs = loop.run()
+    assert outputs["stays"].tokens == [2, 3, 4, 0, 1] and outputs["gone"].tokens == [2]
+
+
+def test_rows_of_a_sequence_that_lost_its_slot_are_ignored() -> None:
+    loop = Loop(cycle(5))
+    slot = loop.add(sequence("a", ids(0, 1)))
+    loop.turn()
+    late = loop.logits()
+    loop.batch.remove(slot)
+    assert loop.give(late) is None
+    assert loop.outputs["a"].tokens == [2]
+
+
+def test_a_sequence_that_has_not_run_yet_stays_among_the_joined() -> None:
+    loop = Loop(cycle(5))
+    loop.add(sequence("a", ids(0, 1)))
+    logits = loop.logits()
+    waiting = loop.add(sequence("b", ids(0, 1)))
+    loop.give(logits)
+    assert loop.batch.joined == [waiting]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_logits_that_are_not_finite_fail_their_request_alone(temperature: float) -> None:
+    table = cycle(5)
+    table[7, 8] = torch.nan
+    loop = Loop(table)
+    outputs = loop.run(sequence("bad", ids(7, 8), temperature=temperature), sequence("good", ids(0, 1), max_tokens=3))
+    assert set(loop.failed) == {"bad"} and isinstance(loop.failed["bad"], RequestError)
+    assert outputs["good"].tokens == [2, 3, 4] and "bad" not in outputs
+    assert not len(loop.batch)
+
+
+def test_logprobs_are_of_the_raw_logits() -> None:
+    table = toy_table()
+    item = sequence("a", ids(1, 2, 1, 2, 1), max_tokens=8, temperature=0.5, top_k=3, logprobs=4, frequency_penalty=1.0)
+    output = Loop(table, draft="ngram", ngram_min=1, row_cost=0.0).run(item)["a"]
+    text = [1, 2, 1, 2, 1]
+    assert [entry.token for entry in output.logprobs] == output.tokens
+    for entry in output.logprobs:
+        expected = table[text[-2], text[-1]].double().log_softmax(0)
+        best = expected.topk(4)
+        assert entry.logprob == pytest.approx(float(expected[entry.token]), abs=1e-5)
+        assert [token for token, _ in entry.top] == best.indices.tolist()
+        assert [value for _, value in entry.top] == pytest.approx(best.values.tolist(), abs=1e-5)
+        text.append(entry.token)
+
+
+@pytest.mark.parametrize("kwargs", [{"temperature": 0.7}, {"temperature": 1.5}, {"top_p": 0.8, "temperature": 1.0}])
+def test_drafted_tokens_have_the_distribution_of_sampled_ones(kwargs: dict[str, Any]) -> None:
+    """Chi-square of the second and third token over many seeds, drafted against not: independent seeds, so that
+    equality token for token can't make the test pass by itself."""
+    table = toy_table(scale=1.0)
+    table[:, :, 8:] = -torch.inf
+    prompt = ids(*range(8), *range(8))
+    counts = []
+    for draft, first_seed in (("none", 0), ("ngram", 10_000)):
+        loop = Loop(table, draft=draft, ngram_min=1, max_slots=64, row_cost=0.0)
+        items = [sequence(f"{i}", prompt, max_tokens=4, seed=first_seed + i, **kwargs) for i in range(1500)]
+        for start in range(0, len(items), 50):
+            loop.run(*items[start : start + 50])
+        pairs = [output.tokens[1] * 8 + output.tokens[2] for output in loop.outputs.values()]
+        counts.append(np.bincount(pairs, minlength=64))
+        drafted = sum(output.finish.drafted_tokens for output in loop.outputs.values())
+        assert (drafted > 1000) == (draft == "ngram")
+    common = (counts[0] + counts[1]) >= 10
+    assert stats.chi2_contingency(np.array(counts)[:, common]).pvalue > 1e-3
+
+
+def test_a_batch_must_be_there() -> None:
+    ctx = SimpleNamespace(stage="verify", shared=lambda key, make: make())
+    with pytest.raises(StageError, match="no decode batch"):
+        SpecVerify(SpecVerify.Config(), ctx).open()
+
+
+def test_ngram_bounds_are_checked() -> None:
+    with pytest.raises(ValueError, match="ngram_min"):
+        SpecVerify.Config(ngram_min=5, ngram_max=3)
+
+
+def test_greedy_slots_stay_plain(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A batch of greedy requests never reaches the sampler's loop over rows."""
+
+    def refuse(*_: Any) -> Callable[..., Any]:
+        raise AssertionError("greedy rows were edited one by one")
+
+    monkeypatch.setattr(Sampler, "_picky_rows", refuse)
+    assert Loop(cycle(5)).run(sequence("a", ids(0, 1), max_tokens=3))["a"].tokens == [2, 3, 4]
