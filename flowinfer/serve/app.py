@@ -1,0 +1,211 @@
+"""The HTTP app: routes, request ids, and the one place where errors become responses. Plain ASGI, no middleware."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import time
+import uuid
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING, Any
+
+from starlette.exceptions import HTTPException
+from starlette.routing import BaseRoute, Route, Router
+
+from flowinfer import __version__
+from flowinfer.errors import RequestError
+from flowinfer.message import Piece
+from flowinfer.observe import exposition, metrics
+from flowinfer.serve.asgi import Disconnected, Headers, Receive, Scope, Send, header, read_body, respond, respond_error
+from flowinfer.serve.endpoint import Answer
+from flowinfer.serve.mailbox import Mailbox
+from flowinfer.serve.openai.chat import ChatRequest, chat_job
+from flowinfer.serve.openai.completions import CompletionRequest, completion_job
+from flowinfer.serve.openai.decode import decode
+from flowinfer.serve.openai.encode import encode
+from flowinfer.serve.openai.job import Job, Limits
+
+if TYPE_CHECKING:
+    from flowinfer.serve.gateway import Gateway
+
+Handler = Callable[[Scope, Receive, Send, Headers], Awaitable[None]]
+Sink = Callable[[Piece | RequestError], None]
+PROBE_TIMEOUT_S = 5.0  # a worker loop that doesn't answer in this time admits nothing either
+_REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,128}")
+_log = metrics.counter("http_responses_total")
+
+
+class App:
+    """The ASGI application over one gateway. sink_of gives what the gateway calls with news for a mailbox."""
+
+    def __init__(self, gateway: Gateway, sink_of: Callable[[Mailbox], Sink]) -> None:
+        self._gateway = gateway
+        self._sink_of = sink_of
+        config = gateway.config
+        self._limits = Limits(config.models, config.max_requests, config.default_max_tokens, config.tools)
+        self._started = int(time.time())
+        self._router = Router(self._routes(), redirect_slashes=False, default=_unknown_path)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        scope["app"] = self
+        scope["request_id"] = request_id(scope)
+        headers = [(b"x-request-id", scope["request_id"])]
+        counted = _Counted(send)
+        try:
+            await self._router(scope, receive, counted)
+        except Disconnected:
+            return
+        except RequestError as error:
+            await respond_error(counted, error, headers)
+        except HTTPException as error:
+            await respond_error(counted, _method_error(scope, error), [*headers, *_raw(error)])
+        except Exception as error:
+            if not counted.started:
+                message = f"The server broke: {type(error).__name__}."
+                await respond_error(counted, RequestError(500, message, code="internal_error"), headers)
+            raise
+        finally:
+            _log.labels(path=_path_label(scope), status=counted.status).inc()
+
+    # ------------------------------------------------------------------------------------------------------ endpoints
+
+    def _routes(self) -> list[BaseRoute]:
+        routes = [
+            Route("/health", _Endpoint(self._health), methods=["GET"]),
+            Route("/ready", _Endpoint(self._ready), methods=["GET"]),
+            Route("/version", _Endpoint(self._version), methods=["GET"]),
+            Route("/metrics", _Endpoint(self._metrics), methods=["GET"]),
+        ]
+        if "openai" in self._gateway.config.apis:
+            routes += [
+                Route("/v1/chat/completions", _Endpoint(self._chat), methods=["POST"]),
+                Route("/v1/completions", _Endpoint(self._completions), methods=["POST"]),
+                Route("/v1/models", _Endpoint(self._models), methods=["GET"]),
+                Route("/v1/models/{id:path}", _Endpoint(self._model), methods=["GET"]),
+            ]
+        return list(routes)
+
+    async def _chat(self, scope: Scope, receive: Receive, send: Send, headers: Headers) -> None:
+        body = await read_body(scope, receive, self._gateway.config.max_body)
+        job = chat_job(decode(ChatRequest, body), f"chatcmpl-{uuid.uuid4().hex}", self._limits)
+        await self._answer(job, receive, send, headers)
+
+    async def _completions(self, scope: Scope, receive: Receive, send: Send, headers: Headers) -> None:
+        body = await read_body(scope, receive, self._gateway.config.max_body)
+        job = completion_job(decode(CompletionRequest, body), f"cmpl-{uuid.uuid4().hex}", self._limits)
+        await self._answer(job, receive, send, headers)
+
+    async def _answer(self, job: Job, receive: Receive, send: Send, headers: Headers) -> None:
+        config = self._gateway.config
+        answer = Answer(self, job, buffer=config.reader_buffer, keepalive_s=config.keepalive)
+        await answer.send(receive, send, headers)
+
+    async def _models(self, scope: Scope, receive: Receive, send: Send, headers: Headers) -> None:
+        data = [self._card(model) for model in self._limits.models]
+        await _json(send, {"object": "list", "data": data}, headers)
+
+    async def _model(self, scope: Scope, receive: Receive, send: Send, headers: Headers) -> None:
+        id = scope["path_params"]["id"]
+        if id not in self._limits.models:
+            raise RequestError(404, f"The model {id!r} does not exist here.", code="model_not_found", param="model")
+        await _json(send, self._card(id), headers)
+
+    async def _health(self, scope: Scope, receive: Receive, send: Send, headers: Headers) -> None:
+        await _json(send, {"status": "ok"}, headers)
+
+    async def _ready(self, scope: Scope, receive: Receive, send: Send, headers: Headers) -> None:
+        refusal = await self._probe()
+        if refusal is not None:
+            raise RequestError(503, refusal.message, code="not_ready", retry_after_s=refusal.retry_after_s)
+        await _json(send, {"status": "ready"}, headers)
+
+    async def _version(self, scope: Scope, receive: Receive, send: Send, headers: Headers) -> None:
+        await _json(send, {"version": __version__}, headers)
+
+    async def _metrics(self, scope: Scope, receive: Receive, send: Send, headers: Headers) -> None:
+        workers = {self._gateway.ctx.worker: metrics.snapshot()} | self._gateway.stats
+        model = self._limits.models[0] if self._gateway.config.vllm_metrics and self._limits.models else None
+        await respond(send, 200, exposition.render(workers, vllm_model=model), [exposition.CONTENT_TYPE, *headers])
+
+    # ----------------------------------------------------------------------------------------- the front of an answer
+
+    def submit(self, job: Job, mailbox: Mailbox) -> None:
+        self._gateway.submit_group(job.calls, self._sink_of(mailbox))
+
+    def cancel(self, job: Job) -> None:
+        self._gateway.cancel_requests([call.id for call in job.calls])
+
+    async def _probe(self) -> RequestError | None:
+        loop = asyncio.get_running_loop()
+        answer: asyncio.Future[RequestError | None] = loop.create_future()
+        self._gateway.probe(lambda refusal: loop.call_soon_threadsafe(_resolve, answer, refusal))
+        try:
+            return await asyncio.wait_for(answer, PROBE_TIMEOUT_S)
+        except TimeoutError:
+            return RequestError(503, f"The front worker hasn't answered for {PROBE_TIMEOUT_S:g} s.")
+
+    def _card(self, model: str) -> dict[str, Any]:
+        return {"id": model, "object": "model", "created": self._started, "owned_by": "flowinfer"}
+
+
+class _Endpoint:
+    """An ASGI app around a handler; a class, so that Starlette calls it as it is."""
+
+    def __init__(self, handler: Handler) -> None:
+        self._handler = handler
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._handler(scope, receive, send, [(b"x-request-id", scope["request_id"])])
+
+
+class _Counted:
+    """`send` that remembers the status. Costs a stream one call a chunk: it returns send's own awaitable."""
+
+    __slots__ = ("_send", "status")
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+        self.status = 0
+
+    @property
+    def started(self) -> bool:
+        return self.status != 0
+
+    def __call__(self, message: Any) -> Awaitable[None]:
+        if not self.status:
+            self.status = message["status"]
+        return self._send(message)
+
+
+def request_id(scope: Scope) -> bytes:
+    """The client's X-Request-Id if it is printable and short, else a new one."""
+    given = header(scope, b"x-request-id")
+    return given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex.encode()
+
+
+async def _json(send: Send, value: Any, headers: Headers) -> None:
+    await respond(send, 200, encode(value), [(b"content-type", b"application/json"), *headers])
+
+
+async def _unknown_path(scope: Scope, receive: Receive, send: Send) -> None:
+    raise RequestError(404, f"Unknown path {scope['path']}.", code="unknown_url")
+
+
+def _method_error(scope: Scope, error: HTTPException) -> RequestError:
+    message = f"{scope['method']} is not allowed on {scope['path']}."
+    return RequestError(error.status_code, message, code="method_not_allowed")
+
+
+def _raw(error: HTTPException) -> Headers:
+    return [(key.lower().encode(), value.encode()) for key, value in (error.headers or {}).items()]
+
+
+def _path_label(scope: Scope) -> str:
+    """The route's path; unknown paths share one label, or a scanner would fill the registry."""
+    route = scope.get("route")
+    return route.path if route is not None else "unknown"
+
+
+def _resolve(answer: asyncio.Future[RequestError | None], refusal: RequestError | None) -> None:
+    if not answer.done():
+        answer.set_result(refusal)

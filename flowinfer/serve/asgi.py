@@ -1,0 +1,86 @@
+"""The little of HTTP that endpoints need: bodies within a limit, plain responses, errors in the API's shape."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Awaitable, Callable, Iterable, MutableMapping
+from typing import Any
+
+import msgspec
+
+from flowinfer.errors import RequestError
+
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+Headers = list[tuple[bytes, bytes]]
+
+JSON = (b"content-type", b"application/json")
+SSE: Headers = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),  # proxies that buffer would hold tokens back
+]
+_TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
+
+
+class Disconnected(Exception):
+    """The client went away; nobody is left to tell."""
+
+
+async def read_body(scope: Scope, receive: Receive, limit: int) -> bytes:
+    """The request's body. Raises RequestError 413 beyond `limit` bytes, Disconnected when the client leaves."""
+    declared = header(scope, b"content-length")
+    if declared.isdigit() and int(declared) > limit:
+        raise _too_large(limit)
+    parts, size, more = [], 0, True
+    while more:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise Disconnected
+        parts.append(message.get("body", b""))
+        size += len(parts[-1])
+        more = message.get("more_body", False)
+        if size > limit:
+            raise _too_large(limit)
+    return b"".join(parts)
+
+
+async def disconnection(receive: Receive) -> None:
+    """Returns when the client has gone away. The body must have been read."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+def header(scope: Scope, name: bytes) -> bytes:
+    """The first header of this (lower-case) name, or b""."""
+    return next((bytes(value) for key, value in scope["headers"] if key == name), b"")
+
+
+async def respond(send: Send, status: int, body: bytes, headers: Iterable[tuple[bytes, bytes]] = (JSON,)) -> None:
+    """Sends a whole response."""
+    all_headers = [*headers, (b"content-length", str(len(body)).encode())]
+    await send({"type": "http.response.start", "status": status, "headers": all_headers})
+    await send({"type": "http.response.body", "body": body})
+
+
+async def respond_error(send: Send, error: RequestError, headers: Headers | None = None) -> None:
+    """Sends an error in the shape that OpenAI clients read, with Retry-After where known."""
+    extra = [JSON, *(headers or [])]
+    if error.retry_after_s is not None:
+        extra.append((b"retry-after", str(max(1, math.ceil(error.retry_after_s))).encode()))
+    if error.status == 413:
+        extra.append((b"connection", b"close"))  # the rest of the body stays unread
+    await respond(send, error.status, error_body(error), extra)
+
+
+def error_body(error: RequestError) -> bytes:
+    """{"error": {message, type, param, code}} of an error."""
+    fallback = "invalid_request_error" if error.status < 500 else "server_error"
+    kind = _TYPES.get(error.status, fallback)
+    fields = {"message": error.message, "type": kind, "param": error.param, "code": error.code or None}
+    return msgspec.json.encode({"error": fields})
+
+
+def _too_large(limit: int) -> RequestError:
+    return RequestError(413, f"The body is larger than {limit} bytes.", code="request_too_large")

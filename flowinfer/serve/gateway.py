@@ -1,0 +1,270 @@
+"""The front door as a stage: takes requests in, keeps the ledger of open ones, and sees each to exactly one end.
+
+HTTP lives in a thread of its own (serve/server.py) and reaches the stage by a queue of commands and `ctx.wake`; what
+goes back is handed over once a step. Programs in the same process use `submit` and `cancel` and need no HTTP.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from pydantic import Field, PositiveInt
+
+from flowinfer.errors import RequestError
+from flowinfer.graph.plan import Plan
+from flowinfer.message import (
+    Call,
+    Cancel,
+    Drain,
+    Ended,
+    Event,
+    Failure,
+    Message,
+    Moved,
+    Piece,
+    Stats,
+    Text,
+    WorkerDown,
+    WorkerUp,
+)
+from flowinfer.observe import metrics
+from flowinfer.serve.ledger import Entry, Ledger, Sink
+from flowinfer.serve.policy import Admission
+from flowinfer.serve.record import Record
+from flowinfer.stage import Context, Stage, StageConfig
+from flowinfer.units import ByteSize, Duration, TokenCount, format_duration
+
+if TYPE_CHECKING:
+    from flowinfer.serve.server import HttpServer
+
+Command = Callable[[float], Iterable[Call]]
+
+
+class GatewayConfig(StageConfig):
+    """What the front door lets in and answers with."""
+
+    apis: tuple[str, ...] = ("openai",)
+    models: tuple[str, ...] = ()
+    max_requests: PositiveInt = 256
+    request_timeout: Duration = Field("10min", validate_default=True)
+    keepalive: Duration = Field("15s", validate_default=True)
+    max_body: ByteSize = Field("16MiB", validate_default=True)
+    reader_buffer: ByteSize = Field("64KiB", validate_default=True)
+    default_max_tokens: TokenCount = 2**20  # of a chat that names no limit: what the context leaves, as in the OpenAI API
+    tools: bool = False  # the pipeline's template takes tools
+    vllm_metrics: bool = True
+
+    @classmethod
+    def of(cls, plan: Plan) -> GatewayConfig:
+        """The settings that a plan implies: its `serve` section and the models that its stages name."""
+        models = dict.fromkeys(stage.config["model"] for stage in plan.stages.values() if "model" in stage.config)
+        serve = plan.serve
+        values: dict[str, Any] = {
+            "apis": serve.apis,
+            "models": tuple(str(model) for model in models) or (plan.name,),
+            "max_requests": serve.max_requests,
+            "request_timeout": format_duration(serve.request_timeout_s),
+        }
+        return cls.model_validate(values)
+
+
+class Gateway(Stage):
+    """Turns requests into Calls and Text into answers."""
+
+    kind = "api"
+    Config = GatewayConfig
+    listens = (Failure, WorkerDown, WorkerUp, Moved, Stats, Drain)
+    config: GatewayConfig
+
+    def __init__(self, config: GatewayConfig, ctx: Context) -> None:
+        super().__init__(config, ctx)
+        self.ledger = Ledger()
+        self.admission = Admission(config.max_requests)
+        self.stats: dict[str, list[metrics.Sample]] = {}  # last samples of other workers
+        self.after_step: Callable[[], None] = lambda: None
+        self._commands: deque[Command] = deque()
+        self._ended: list[str] = []
+        self._cancelled: list[str] = []
+        self._record = Record()
+        self._armed = float("inf")
+        self._server: HttpServer | None = None
+
+    # ------------------------------------------------------------------------------------------- called by any thread
+
+    def submit(self, call: Call, on_piece: Sink) -> None:
+        """Asks for one request. on_piece gets its pieces, the last with `finish`, or one RequestError.
+
+        It is called in the worker's loop, and must return quickly.
+        """
+        self.submit_group([call], on_piece)
+
+    def submit_group(self, calls: Sequence[Call], on_piece: Sink) -> None:
+        """As submit, for calls that stand or fall together: on the first error the others are cancelled."""
+        self._command(lambda now: self._admit(calls, on_piece, now))
+
+    def cancel_requests(self, ids: Collection[str], cause: str = "disconnect") -> None:
+        """Drops requests whose client went away; nobody hears of them again. Unknown ids are normal."""
+        self._command(lambda now: self._abandon(ids, cause))
+
+    def probe(self, answer: Callable[[RequestError | None], object]) -> None:
+        """Calls `answer`, in the worker's loop, with the refusal that a request would meet now, or None."""
+        self._command(lambda now: self._probe(answer))
+
+    def drain(self) -> None:
+        """Refuses new requests from now on; open ones go on."""
+        self.admission.draining = True
+
+    @property
+    def num_open(self) -> int:
+        return len(self.ledger)
+
+    def _command(self, command: Command) -> None:
+        self._commands.append(command)
+        self.ctx.wake()
+
+    # ------------------------------------------------------------------------------------------- in the worker's loop
+
+    @property
+    def busy(self) -> bool:
+        return bool(self._commands)
+
+    def open(self) -> None:
+        if self.ctx.listener is not None:
+            from flowinfer.serve.server import HttpServer
+
+            self._server = HttpServer(self, self.ctx.listener)
+            self._server.start()
+
+    def close(self) -> None:
+        for id in self.ledger.ids():
+            self._fail(id, RequestError(503, "The service stopped.", code="service_unavailable"))
+        self._flush()
+        if self._server is not None:
+            self._server.stop()
+
+    def step(self, texts: list[Text]) -> Iterable[Call]:
+        now = self.ctx.clock.now()
+        for text in texts:
+            for piece in text.pieces:
+                self._take(piece, now)
+        for _ in range(len(self._commands)):
+            yield from self._commands.popleft()(now)
+        self._arm()
+        self._flush()
+
+    def observe(self, event: Event) -> Iterable[Message] | None:
+        match event:
+            case Failure():
+                self._fail(event.id, _error_of(event))
+            case Moved():
+                self.ledger.move(event.ids, event.worker, event.generation)
+            case WorkerDown():
+                self._worker_down(event)
+            case WorkerUp():
+                self.admission.worker_up(event.worker, event.generation)
+            case Stats():
+                self._keep(event)
+            case Drain():
+                self.drain()
+        self._flush()
+        return None
+
+    # ---------------------------------------------------------------------------------------------------------- steps
+
+    def _admit(self, calls: Sequence[Call], sink: Sink, now: float) -> Iterable[Call]:
+        refusal = self.admission.refusal(len(self.ledger), len(calls), full=self.ctx.full("call"))
+        if refusal is not None:
+            self._record.refused(refusal[0])
+            sink(refusal[1])
+            return ()
+        taken = next((call.id for call in calls if call.id in self.ledger), None)
+        if taken is not None:
+            sink(RequestError(400, f"A request with id {taken!r} is open.", code="duplicate_id"))
+            return ()
+        return self._open(calls, sink, now)
+
+    def _open(self, calls: Sequence[Call], sink: Sink, now: float) -> Iterable[Call]:
+        group = tuple(call.id for call in calls)
+        for call in calls:
+            limit = now + self.config.request_timeout
+            call.deadline = limit if call.deadline is None else min(limit, call.deadline)
+            self.ledger.open(Entry(call.id, sink, now, call.deadline, group))
+        self._record.received(len(calls))
+        return calls
+
+    def _take(self, piece: Piece, now: float) -> None:
+        entry = self.ledger.find(piece.id)
+        if entry is None:
+            self._record.late()
+        elif piece.finish is not None and piece.finish.reason == "abort":
+            self._fail(piece.id, RequestError(500, "The service gave this request up.", code="aborted"))
+        else:
+            self._record.piece(self.ledger, entry, piece, now)
+            if piece.finish is not None:
+                self.ledger.close(piece.id)
+                self._ended.append(piece.id)
+                self._record.finished(entry, piece.finish, now)
+            entry.sink(piece)
+
+    def _fail(self, id: str, error: RequestError, cause: str = "failure") -> None:
+        entry = self.ledger.find(id)
+        if entry is not None:
+            self._record.failed(error)
+            self._abandon(entry.group, cause)
+            entry.sink(error)
+
+    def _abandon(self, ids: Collection[str], cause: str) -> Iterable[Call]:
+        dropped = [id for id in ids if self.ledger.close(id)]
+        self._cancelled += dropped
+        self._record.cancelled(cause, len(dropped))
+        return ()
+
+    def _worker_down(self, event: WorkerDown) -> None:
+        self.admission.worker_down(event.worker, event.generation)
+        self.stats.pop(event.worker, None)
+        message = f"Worker {event.worker!r} died while it held this request. Please send it again."
+        for id in self.ledger.held_by(event.worker, event.generation):
+            self._fail(id, RequestError(503, message, code="worker_died", retry_after_s=1.0))
+
+    def _keep(self, event: Stats) -> None:
+        if event.worker != self.ctx.worker:
+            self.stats[event.worker] = event.samples
+
+    def _probe(self, answer: Callable[[RequestError | None], object]) -> Iterable[Call]:
+        refusal = self.admission.refusal(len(self.ledger), 1, full=self.ctx.full("call"))
+        answer(refusal[1] if refusal else None)
+        return ()
+
+    # -------------------------------------------------------------------------------------------- deadlines, hand-over
+
+    def _arm(self) -> None:
+        when = self.ledger.next_deadline()
+        if when is not None and when < self._armed:
+            self._armed = when
+            self.ctx.call_at(when, self._expire)
+
+    def _expire(self) -> None:
+        self._armed = float("inf")
+        for id in self.ledger.expired(self.ctx.clock.now()):
+            message = f"The request took longer than {format_duration(self.config.request_timeout)}."
+            self._fail(id, RequestError(504, message, code="timeout"), cause="deadline")
+        self._arm()
+        self._flush()
+
+    def _flush(self) -> None:
+        if self._ended:
+            self.ctx.send(Ended(ids=self._ended))
+            self._ended = []
+        if self._cancelled:
+            self.ctx.send(Cancel(ids=self._cancelled))
+            self._cancelled = []
+        self._record.levels(len(self.ledger), self.ledger.num_started)
+        self.after_step()
+
+
+def _error_of(event: Failure) -> RequestError:
+    return RequestError(
+        event.status, event.message, code=event.code, param=event.param, retry_after_s=event.retry_after_s
+    )

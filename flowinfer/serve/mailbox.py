@@ -1,0 +1,98 @@
+"""What has come for one HTTP request and isn't sent yet. A slow reader fills its own mailbox, and stops only itself."""
+
+from __future__ import annotations
+
+import asyncio
+
+from flowinfer.errors import RequestError
+from flowinfer.message import Piece
+from flowinfer.serve.asgi import Disconnected
+
+PIECE_BYTES = 512  # of a Piece object beside its text: structs, ids, list slots
+
+
+class Mailbox:
+    """Pieces of the choices of one request, in order. Lives in the HTTP loop; `put` is called there.
+
+    Beyond `limit` bytes, pieces of a choice are joined into one: text is kept
+    whole, what grows is only the text itself. With whole=True, a reader is woken only by the end.
+    """
+
+    def __init__(self, num_choices: int, limit: int, *, whole: bool = False) -> None:
+        self.num_unfinished = num_choices
+        self._limit = limit
+        self._whole = whole
+        self._pieces: list[Piece] = []
+        self._size = 0
+        self._error: RequestError | None = None
+        self._gone = False
+        self._ticked = False
+        self._waiter: asyncio.Future[None] | None = None
+
+    @property
+    def closed(self) -> bool:
+        """Nothing more will come: every choice ended, or the request failed."""
+        return self._error is not None or not self.num_unfinished
+
+    def put(self, item: Piece | RequestError) -> None:
+        """Takes what the gateway says of this request. Never waits."""
+        if isinstance(item, RequestError):
+            self._error = item
+        else:
+            self._pieces.append(item)
+            self._size += PIECE_BYTES + len(item.text)
+            self.num_unfinished -= item.finish is not None
+            if self._size > self._limit:
+                self._join()
+        if not self._whole or self.closed:
+            self._wake()
+
+    def leave(self) -> None:
+        """The client went away: whoever waits is told by Disconnected."""
+        self._gone = True
+        self._wake()
+
+    def tick(self) -> None:
+        """Lets a waiting reader go on with nothing, so that it can send a sign of life."""
+        self._ticked = True
+        self._wake()
+
+    async def take(self) -> list[Piece]:
+        """All that has come, waiting for it; nothing after a tick. Raises Disconnected or the request's error."""
+        while True:
+            if self._gone:
+                raise Disconnected
+            if self._pieces and (self.closed or not self._whole):
+                return self._empty()
+            if self._error is not None:
+                raise self._error
+            if self._ticked:
+                return self._empty()
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+
+    def _empty(self) -> list[Piece]:
+        pieces, self._pieces, self._size, self._ticked = self._pieces, [], 0, False
+        return pieces
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    def _join(self) -> None:
+        by_id: dict[str, list[Piece]] = {}
+        for piece in self._pieces:
+            by_id.setdefault(piece.id, []).append(piece)
+        self._pieces = [joined(pieces) for pieces in by_id.values()]
+        self._size = sum(PIECE_BYTES for _ in self._pieces)  # text is the answer itself: bounded by max_tokens
+
+
+def joined(pieces: list[Piece]) -> Piece:
+    """One piece that says the same as these pieces of one choice."""
+    return Piece(
+        id=pieces[-1].id,
+        text="".join(piece.text for piece in pieces),
+        tokens=[token for piece in pieces for token in piece.tokens],
+        logprobs=[entry for piece in pieces for entry in piece.logprobs],
+        finish=pieces[-1].finish,
+    )

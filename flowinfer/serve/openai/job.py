@@ -1,0 +1,54 @@
+"""One API request as the gateway runs it: the calls that it became, and how its answer is written. Knows no HTTP."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from flowinfer.message import Call, Piece
+
+
+class Writer(Protocol):
+    """Writes an answer: a chat or a completion."""
+
+    def opening(self) -> bytes:
+        """Events before the first text."""
+
+    def event(self, index: int, piece: Piece) -> bytes:
+        """Events of one piece of choice `index`, its finish_reason included."""
+
+    def closing(self, pieces: Sequence[Piece]) -> bytes:
+        """Events after the last choice ended; pieces[i] is the last piece of choice i."""
+
+    def whole(self, pieces: Sequence[Piece]) -> bytes:
+        """The body of an answer that isn't streamed; pieces[i] is all of choice i."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """A checked request: calls[i] gives choice i."""
+
+    id: str
+    calls: list[Call]
+    stream: bool
+    writer: Writer
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What the service allows; from the gateway's settings."""
+
+    models: tuple[str, ...]
+    max_requests: int
+    default_max_tokens: int
+    tools: bool
+
+
+SEED_BITS = 63
+_STRIDE = 0x9E3779B97F4A7C15  # 2**64 over the golden ratio: choices of one seed never meet those of its neighbours
+
+
+def seed_of_choice(seed: int, choice: int) -> int:
+    """The seed of the k-th choice; choice 0 keeps the seed itself, cut to 63 bits."""
+    return (seed + choice * _STRIDE) % (1 << SEED_BITS)

@@ -1,0 +1,57 @@
+"""Decides who may come in: pure, told the state of the service, answers with the refusal or None."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from flowinfer.errors import RequestError
+
+# Seconds that a refused client is told to wait. Slots free at the pace of answers, so a full house is worth an early
+# retry; a worker needs seconds to load its weights again; a service that drains won't take this client back.
+RETRY_FULL_S = 1.0
+RETRY_DOWN_S = 5.0
+RETRY_DRAIN_S = 10.0
+
+
+@dataclass
+class Admission:
+    """Admits up to max_requests open sequences while no worker group is down and the service doesn't drain."""
+
+    max_requests: int
+    draining: bool = False
+    _up: dict[str, int] = field(default_factory=dict)  # instance -> generation
+    _down: dict[str, int] = field(default_factory=dict)
+
+    def worker_up(self, worker: str, generation: int) -> None:
+        if generation > self._down.get(worker, -1):
+            self._down.pop(worker, None)
+            self._up[worker] = generation
+
+    def worker_down(self, worker: str, generation: int) -> None:
+        if generation >= self._up.get(worker, -1):
+            self._up.pop(worker, None)
+            self._down[worker] = generation
+
+    def missing(self) -> str | None:
+        """A worker of which no instance runs, if there is one. Instances are named `<worker>.<replica>`."""
+        running = {instance.rpartition(".")[0] for instance in self._up}
+        return next((w for w in (i.rpartition(".")[0] for i in self._down) if w not in running), None)
+
+    def refusal(self, num_open: int, wanted: int, *, full: bool) -> tuple[str, RequestError] | None:
+        """Why `wanted` more sequences can't come in (a word for the metrics, the error), or None."""
+        if self.draining:
+            return "draining", _busy(503, "The service is stopping and takes no new requests.", RETRY_DRAIN_S)
+        if (worker := self.missing()) is not None:
+            message = f"Worker {worker!r} is down and being started again."
+            return "worker_down", _busy(503, message, RETRY_DOWN_S)
+        if num_open + wanted > self.max_requests:
+            message = f"The service is full: {num_open} of {self.max_requests} requests are open."
+            return "max_requests", _busy(429, message, RETRY_FULL_S)
+        if full:
+            return "pipeline_full", _busy(429, "The service is full: its first queue takes no more.", RETRY_FULL_S)
+        return None
+
+
+def _busy(status: int, message: str, retry_after_s: float) -> RequestError:
+    code = "rate_limit_exceeded" if status == 429 else "service_unavailable"
+    return RequestError(status, message, code=code, retry_after_s=retry_after_s)

@@ -1,0 +1,105 @@
+"""Runs the HTTP app in a thread with its own loop, and carries pieces from the worker's loop to it once a step."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+from collections.abc import Callable, Coroutine
+from typing import TYPE_CHECKING, Any
+
+import uvicorn
+import uvloop
+
+from flowinfer.errors import RequestError
+from flowinfer.message import Piece
+from flowinfer.serve.app import App
+from flowinfer.serve.mailbox import Mailbox
+
+if TYPE_CHECKING:
+    from flowinfer.serve.gateway import Gateway
+
+Item = Piece | RequestError
+START_TIMEOUT_S = 30.0
+STOP_TIMEOUT_S = 5.0  # for responses that are being written when the service stops
+KEEP_ALIVE_S = 75  # idle connections; longer than the 60 s after which common proxies give up first
+
+
+class HttpServer:
+    """One uvicorn server on a socket that was bound by someone else."""
+
+    def __init__(self, gateway: Gateway, listener: socket.socket) -> None:
+        self._listener = listener
+        self._gateway = gateway
+        self._loop = uvloop.new_event_loop()
+        self._outbox: list[tuple[Mailbox, Item]] = []
+        self._started = threading.Event()
+        self._server = _Uvicorn(_config(App(gateway, self.sink)), self._started.set)
+        self._thread = threading.Thread(target=self._run, name="flowinfer-http", daemon=True)
+
+    def start(self) -> None:
+        """Returns once connections are accepted. Raises TimeoutError when that takes too long."""
+        self._gateway.after_step = self.flush
+        self._thread.start()
+        if not self._started.wait(START_TIMEOUT_S):
+            raise TimeoutError(f"The HTTP server didn't start within {START_TIMEOUT_S:g} s.")
+
+    def stop(self) -> None:
+        """Lets responses finish for a few seconds, then closes."""
+        self._gateway.after_step = lambda: None
+        self._server.should_exit = True
+        self._thread.join(STOP_TIMEOUT_S + 1.0)
+
+    def sink(self, mailbox: Mailbox) -> Callable[[Item], None]:
+        """What the gateway calls, in the worker's loop, with news for this mailbox."""
+        return lambda item: self._outbox.append((mailbox, item))
+
+    def flush(self) -> None:
+        """Hands over all news of a step, waking the HTTP loop once."""
+        if self._outbox:
+            batch, self._outbox = self._outbox, []
+            try:
+                self._loop.call_soon_threadsafe(_deliver, batch)
+            except RuntimeError:
+                return  # the loop is closed: nobody is connected any more
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        try:
+            self._loop.run_until_complete(self._server.serve(sockets=[self._listener]))
+        finally:
+            self._loop.close()
+
+
+class _Uvicorn(uvicorn.Server):
+    """uvicorn, telling when it accepts connections."""
+
+    def __init__(self, config: uvicorn.Config, on_started: Callable[[], None]) -> None:
+        super().__init__(config)
+        self._on_started = on_started
+
+    def startup(self, sockets: list[socket.socket] | None = None) -> Coroutine[Any, Any, None]:
+        return self._startup(sockets)
+
+    async def _startup(self, sockets: list[socket.socket] | None) -> None:
+        await super().startup(sockets)
+        self._on_started()
+
+
+def _config(app: App) -> uvicorn.Config:
+    return uvicorn.Config(
+        app,
+        http="httptools",
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        timeout_keep_alive=KEEP_ALIVE_S,
+        timeout_graceful_shutdown=int(STOP_TIMEOUT_S),
+    )
+
+
+def _deliver(batch: list[tuple[Mailbox, Item]]) -> None:
+    for mailbox, item in batch:
+        mailbox.put(item)
