@@ -49,7 +49,9 @@ class _Loader:
         norm_H = self._vector("model.norm.weight", config.hidden_size)
         head_VH = embed_VH if config.tied_embeddings else self._own(weights.take("lm_head.weight", shape))
         weights.finish(ignore=(*_HARMLESS, "lm_head.weight") if config.tied_embeddings else _HARMLESS)
-        return Model(config, embed_VH, layers, norm_H, head_VH, Rope(config, dtype=weights.dtype, device=weights.device))
+        return Model(
+            config, embed_VH, layers, norm_H, head_VH, Rope(config, dtype=weights.dtype, device=weights.device)
+        )
 
     def _layer(self, index: int) -> Layer:
         config, name = self.config, f"model.layers.{index}."

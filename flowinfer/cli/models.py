@@ -1,0 +1,93 @@
+"""`flowinfer models`: fetch, list and describe models. What is printed here decides nothing elsewhere."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import click
+from rich.console import Console
+from rich.table import Table
+
+from flowinfer.engine import hub
+from flowinfer.errors import ModelError
+from flowinfer.units import format_bytes, format_tokens
+
+
+@click.group()
+def models() -> None:
+    """Fetch, list and describe models."""
+
+
+@models.command()
+@click.argument("model")
+@click.option(
+    "--verify", is_flag=True, help="Read every byte of a model that is there, and fetch it again if it's damaged."
+)
+@click.option("--quiet", is_flag=True, help="No progress bar.")
+def pull(model: str, verify: bool, quiet: bool) -> None:
+    """Fetch MODEL (an alias such as smollm2-135m, or a hub id) into the cache."""
+    start = time.perf_counter()
+    if verify and not hub.verify(model):
+        click.echo(f"{model} is missing or damaged: fetching it.", err=True)
+        hub.discard(model)
+    path = hub.pull(model, progress=not quiet)
+    click.echo(f"{model} is in {path} ({time.perf_counter() - start:.1f} s)")
+
+
+@models.command("list")
+def list_() -> None:
+    """Models in the cache, and aliases that can be pulled."""
+    table = Table("model", "architecture", "parameters", "context", "on disk", box=None)
+    found = hub.pulled()
+    for name, path in found.items():
+        info = hub.describe(path)
+        table.add_row(
+            name, info.architecture, f"{info.num_params / 1e6:,.0f} M", format_tokens(info.context_length), _size(path)
+        )
+    for name in hub.ALIASES:
+        if name not in found:
+            table.add_row(name, "not pulled yet", "", "", "")
+    Console().print(table)
+
+
+@models.command()
+@click.argument("model")
+def show(model: str) -> None:
+    """Sizes, dtype, KV and digest of MODEL."""
+    info = hub.describe(hub.resolve(model))
+    config, layout = info.config, info.layout()
+    rows = {
+        "folder": info.path,
+        "architecture": info.architecture,
+        "parameters": f"{info.num_params / 1e6:,.1f} M",
+        "layers": config.num_layers,
+        "heads": f"{config.num_heads}, {config.num_kv_heads} for keys and values, of {config.head_dim}",
+        "experts": f"{config.num_experts}, {config.experts_per_token} a token"
+        if config.num_experts
+        else "none (dense)",
+        "vocabulary": config.vocab_size,
+        "context": f"{info.context_length} tokens",
+        "dtype": info.dtype(),
+        "ends with": ", ".join(map(str, info.eos_token_ids)),
+        "KV of a block": f"{format_bytes(layout.block_bytes)} for {layout.block_tokens} tokens",
+        "digest": info.digest,
+    }
+    for name, value in rows.items():
+        click.echo(f"{name:>14}  {value}")
+
+
+def _size(path: Path) -> str:
+    return f"{sum(p.stat().st_size for p in path.rglob('*') if p.is_file()) / 2**20:,.0f} MiB"
+
+
+def main() -> None:
+    """Runs the group alone, errors without a traceback."""
+    try:
+        models(standalone_mode=False)
+    except ModelError as error:
+        raise SystemExit(f"error: {error}") from None
+
+
+if __name__ == "__main__":
+    main()
