@@ -40,6 +40,11 @@ def _whole(data: bytes) -> str | None:
         return None
 
 
+def strip_opening(data: bytes, count: int) -> bytes:
+    """Takes `count` leading spaces (-1: all) off the first bytes of a text."""
+    return data.lstrip(b" ") if count < 0 else data.removeprefix(b" " * count)
+
+
 class ByteStream:
     """Characters out of tokens' bytes. A byte that can't become a character turns into U+FFFD as soon as that is certain."""
 
@@ -67,8 +72,7 @@ class ByteStream:
         data = self._glyphs.bytes_of(token)
         if self._opening and data:
             self._opening = False
-            count = self._glyphs.opening_strip
-            return data.lstrip(b" ") if count < 0 else data.removeprefix(b" " * count)
+            return strip_opening(data, self._glyphs.opening_strip)
         return data
 
     def _decode(self, data: bytes) -> str:

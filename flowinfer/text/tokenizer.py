@@ -1,7 +1,8 @@
-"""A model's text side, from its Hugging Face folder: encode, render, decode. Reads no weights; leaves streams to incremental."""
+"""A model's text side, from its Hugging Face folder: encode, render, decode. Leaves streams to incremental."""
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 from collections.abc import Iterable, Mapping
@@ -13,6 +14,7 @@ import numpy as np
 from flowinfer.errors import ModelError, RequestError
 from flowinfer.message import Ids
 from flowinfer.text.encoding import Encoder
+from flowinfer.text.incremental import Glyphs, strip_opening
 from flowinfer.text.selftest import check_template
 from flowinfer.text.template import ChatTemplate, Messages
 from flowinfer.text.traced import Segment
@@ -72,9 +74,15 @@ class TextTokenizer:
             raise RequestError(400, message, code="no_chat_template", param="messages")
         return template.render(messages, tools, **arguments)
 
-    def use_template(self, source: str) -> None:
-        """Takes this chat template instead of the model's."""
-        self.templates = {"default": ChatTemplate(source, self.special_tokens)}
+    def with_template(self, source: str) -> TextTokenizer:
+        """The same tokenizer with this chat template instead of the model's. Raises ModelError on a syntax mistake."""
+        other = copy.copy(self)
+        other.templates = {"default": ChatTemplate(source, self.special_tokens)}
+        return other
+
+    def glyphs(self) -> Glyphs:
+        """The tables that streams of this model share."""
+        return Glyphs(self._bytes, hidden=self.vocabulary.special_ids, opening_strip=self.vocabulary.opening_strip())
 
     def check_templates(self) -> None:
         """Renders benign conversations and compares with plain Jinja and plain encoding. Raises ModelError."""
@@ -84,7 +92,7 @@ class TextTokenizer:
     def decode(self, ids: Iterable[int]) -> str:
         """The text of ids as a whole; special tokens aren't shown, bytes that are no UTF-8 become U+FFFD."""
         shown = [index for index in map(int, ids) if index not in self.vocabulary.special_ids]
-        parts = [self.token_bytes(index) for index in shown]
+        parts = [data for index in shown if (data := self.token_bytes(index))]
         if parts:
             parts[0] = strip_opening(parts[0], self.vocabulary.opening_strip())
         return b"".join(parts).decode("utf-8", "replace")
@@ -106,11 +114,6 @@ class TextTokenizer:
         if add_bos is False:
             return []
         return opening or (self._ids_of("bos_token") if add_bos else [])
-
-
-def strip_opening(data: bytes, count: int) -> bytes:
-    """Takes `count` leading spaces (-1: all) off the first bytes of a text."""
-    return data.lstrip(b" ") if count < 0 else data.removeprefix(b" " * count)
 
 
 def load_tokenizer(folder: Path) -> TextTokenizer:

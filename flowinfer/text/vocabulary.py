@@ -29,12 +29,12 @@ class Vocabulary:
     def __init__(self, tree: Tree) -> None:
         tree = {**tree, "truncation": None, "padding": None}
         self.full = Tokenizer.from_str(json.dumps(tree))
-        added: list[Tree] = tree.get("added_tokens") or []
+        added = [{**token, "id": self.full.token_to_id(token["content"])} for token in tree.get("added_tokens") or []]
         control = [token for token in added if is_control(token)]
         self.control_ids = frozenset(int(token["id"]) for token in control)
         self.special_ids = frozenset(int(token["id"]) for token in added if token["special"])
         self.added = {int(token["id"]): str(token["content"]) for token in added}
-        plain = _without(tree, control)
+        plain = _without({**tree, "added_tokens": added}, control)
         self.first = Tokenizer.from_str(json.dumps(plain))  # for text that opens a sequence
         inner = json.dumps(_without_prefix_space(plain))  # for text behind something else
         self.inner = Tokenizer.from_str(inner) if inner != json.dumps(plain) else self.first

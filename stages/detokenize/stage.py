@@ -1,0 +1,91 @@
+"""Turns tokens into text, a step of all sequences at a time. What text may go out is decided in policy."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from typing import TYPE_CHECKING
+
+from flowinfer.message import Cancel, Ended, Event, Message, Piece, Text, TextLogprob, TokenLogprob, Tokens
+from flowinfer.stage import Contract, ModelUse, Stage, StageConfig
+from flowinfer.stages.detokenize.policy import Stream
+
+if TYPE_CHECKING:
+    from flowinfer.text.tokenizer import TextTokenizer
+
+
+class Detokenize(Stage):
+    """Streams whole characters and cuts at stop strings; a sequence that a stop string ends is cancelled upstream."""
+
+    class Config(StageConfig):
+        model: str = ""
+
+        def contract(self) -> Contract:
+            return Contract(model=ModelUse(self.model))
+
+    config: Config
+    listens = (Ended,)
+
+    def open(self) -> None:
+        from flowinfer.engine.hub import resolve
+        from flowinfer.text.tokenizer import load_tokenizer
+
+        folder = resolve(self.config.model)
+        self.use(self.ctx.shared(("tokenizer", str(folder)), lambda: load_tokenizer(folder)))
+
+    def use(self, tokenizer: TextTokenizer) -> None:
+        """Works with this tokenizer."""
+        self._tokenizer = tokenizer
+        self._glyphs = tokenizer.glyphs()
+        self._streams: dict[str, Stream] = {}
+
+    def step(self, tokens: list[Tokens]) -> Iterable[Text]:
+        cut: list[str] = []
+        texts = [text for batch in tokens if (text := self._text(batch, cut)).pieces]
+        if cut:
+            self.ctx.send(Cancel(ids=cut))  # goes out after this step, so behind the last pieces
+        return texts
+
+    def cancel(self, requests: Collection[str]) -> None:
+        for request in requests:
+            self._streams.pop(request, None)
+
+    def observe(self, event: Event) -> Iterable[Message] | None:
+        if isinstance(event, Ended):
+            self.cancel(event.ids)
+        return None
+
+    @property
+    def num_open(self) -> int:
+        """Sequences whose text isn't at its end."""
+        return len(self._streams)
+
+    def _text(self, batch: Tokens, cut: list[str]) -> Text:
+        streams = self._streams
+        for opening in batch.opened:
+            streams[opening.id] = Stream(opening, self._glyphs)
+        pieces: list[Piece] = []
+        flat, at = batch.tokens.tolist(), 0
+        for row, (request, count) in enumerate(zip(batch.ids, batch.counts.tolist(), strict=True)):
+            start, at = at, at + count
+            stream = streams.get(request)
+            if stream is None:
+                continue  # it was cut or cancelled, and the model had a step in flight
+            logprobs = [self._logprob(entry) for entry in batch.logprobs[row]] if row in batch.logprobs else ()
+            finish = batch.finished.get(row)
+            piece = stream.advance(flat[start:at], logprobs, finish)
+            if piece is not None:
+                pieces.append(piece)
+                if piece.finish is not None:
+                    del streams[request]
+                    if finish is None:
+                        cut.append(request)
+        return Text(step=batch.step, pieces=pieces)
+
+    def _logprob(self, entry: TokenLogprob) -> TextLogprob:
+        data = self._tokenizer.token_bytes(entry.token)
+        top = [(*_shown(self._tokenizer.token_bytes(token)), logprob) for token, logprob in entry.top]
+        return TextLogprob(data.decode("utf-8", "replace"), entry.logprob, data, [(text, lp, raw) for text, raw, lp in top])
+
+
+def _shown(data: bytes) -> tuple[str, bytes]:
+    return data.decode("utf-8", "replace"), data
