@@ -30,7 +30,7 @@ Unit = Literal["messages", "blocks"]
 class StageConfig(BaseModel):
     """Base of a stage's settings: unknown keys are errors, values don't change. Give units by flowinfer.units types."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, protected_namespaces=())
+    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
 
     def contract(self) -> Contract:
         """What the stage needs and gives with these settings. Override where it needs or adds anything."""
