@@ -1,0 +1,91 @@
+"""The command line: finds a command's module when it's called, and prints errors without a traceback."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from typing import Any, NamedTuple
+
+import click
+
+import flowinfer
+from flowinfer.errors import FlowInferError, SpecError
+
+
+class Entry(NamedTuple):
+    """Where a command lives, and what it does in a few words (so that --help imports nothing)."""
+
+    target: str
+    summary: str
+
+
+COMMANDS = {
+    "run": Entry("flowinfer.cli.run:run", "Start the service of a pipeline file."),
+    "chat": Entry("flowinfer.cli.chat:chat", "Chat with a model in the terminal."),
+    "batch": Entry("flowinfer.cli.batch:batch", "Answer a file of requests offline."),
+    "test": Entry("flowinfer.cli.test:test", "Run the tests that stand beside pipelines."),
+    "check": Entry("flowinfer.cli.spec:check", "Find every mistake in a pipeline file."),
+    "show": Entry("flowinfer.cli.spec:show", "Print the resolved file, and where each value came from."),
+    "graph": Entry("flowinfer.cli.spec:graph", "Draw the graph as SVG, Mermaid or DOT."),
+    "stages": Entry("flowinfer.cli.spec:stages", "List the stages, or one with its ports and settings."),
+    "schema": Entry("flowinfer.cli.spec:schema", "Print the JSON Schema of pipeline files, for editors."),
+    "explain": Entry("flowinfer.cli.spec:explain", "Explain an error code such as FI309."),
+    "models": Entry("flowinfer.cli.models:models", "Get, list and inspect models."),
+    "dashboards": Entry("flowinfer.cli.dashboards:dashboards", "Build and push the Grafana dashboards."),
+}
+
+
+class LazyGroup(click.Group):
+    """A group that imports a command's module only when the command is used."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in COMMANDS:
+            return None
+        module, _, name = COMMANDS[cmd_name].target.partition(":")
+        command = getattr(importlib.import_module(module), name)
+        assert isinstance(command, click.Command)
+        return command
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        if args and args[0] not in COMMANDS and not args[0].startswith("-"):
+            from flowinfer.spec.hints import did_you_mean
+
+            ctx.fail(f"There is no command `{args[0]}`. {did_you_mean(args[0], COMMANDS)}")
+        return super().resolve_command(ctx, args)
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, entry.summary) for name, entry in COMMANDS.items()])
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except FlowInferError as error:
+            print_error(error)
+            ctx.exit(1)
+
+
+def print_error(error: FlowInferError) -> None:
+    """Prints an error as people read it; mistakes in a file with their lines."""
+    if isinstance(error, SpecError):
+        from flowinfer.cli.report import render
+
+        click.echo(render(error.problems, {}, color=sys.stderr.isatty()), err=True)
+        return
+    click.echo(click.style("error", fg="red", bold=True) + f": {error.message}", err=True)
+    if error.help:
+        click.echo(click.style(" help", fg="cyan", bold=True) + f": {error.help}", err=True)
+
+
+@click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.version_option(flowinfer.__version__, prog_name="flowinfer")
+def main() -> None:
+    """LLM inference as one typed, checked, re-wirable dataflow graph.
+
+    Exit codes: 0 all is well, 1 a mistake in a file or a failure, 2 a mistake on the command line.
+    """

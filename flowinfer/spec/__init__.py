@@ -1,4 +1,4 @@
-"""From YAML to a resolved document: positions, overlays, variables, structure. Leaves types and placement to the graph."""
+"""From YAML to a resolved document: positions, overlays, variables, structure. Leaves types and places to the graph."""
 
 from flowinfer.spec.document import Document, load
 

@@ -1,4 +1,4 @@
-"""A pipeline file and everything laid over it, as one resolved document. Judges its structure, not what the stages make of it."""
+"""A pipeline file and all that is laid over it, as one resolved document. Leaves what the stages make of it to the graph."""
 
 from __future__ import annotations
 
@@ -92,14 +92,15 @@ class _Loader:
             if extends is None or not isinstance(extends.value, str):
                 return trees
             mark = extends.mark
-            file = paths.normpath(paths.join(paths.dirname(file), paths.expanduser(extends.value)))
+            file = paths.normpath(Path(file).parent / Path(extends.value).expanduser())
 
     def read(self, file: str, user: Mark | None) -> Node | None:
         """The tree of a file; None, with problems, when there is none. user: who extends it."""
         try:
             text = Path(file).read_bytes().decode("utf-8-sig")
         except (OSError, ValueError) as error:
-            return self.refuse(_read_problem(file, user, error))
+            self.refuse(_read_problem(file, user, error))
+            return None
         self.sources[file] = text
         tree, problems = read_tree(text, file)
         self.problems += problems
@@ -107,7 +108,8 @@ class _Loader:
             self.unreadable = True
         elif not isinstance(tree.value, dict):
             help = "Start with `flowinfer: 1`."
-            return self.refuse(Problem("FI203", "A pipeline file is a map of sections.", tree.mark, help))
+            self.refuse(Problem("FI203", "A pipeline file is a map of sections.", tree.mark, help))
+            return None
         return tree
 
     def refuse(self, problem: Problem) -> None:

@@ -1,4 +1,4 @@
-"""Lays one tree over another: overlays, `!drop`, `use` that replaces `with`, `--set`. Merges before variables are filled in."""
+"""Lays one tree over another: overlays, `!drop`, `use` that replaces `with`, `--set`. Variables are filled in later."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _merge(base: Node, over: Node, path: tuple[str, ...], problems: list[Problem
         return _without_drops(over, problems)
     if len(path) == 2 and path[0] == "stages":
         base = _without_stale_settings(base, over)
-    members = dict(base.value)
+    members = dict(base.map)
     for key, node in over.value.items():
         if node.drop:
             _drop(members, key, node, path, problems)

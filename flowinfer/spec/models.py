@@ -1,4 +1,4 @@
-"""The structure of a pipeline file as pydantic models: what each section may hold. A stage's own settings are its Config's."""
+"""The structure of a pipeline file as pydantic models: what each section may hold. A stage's Config says the rest."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ class Edge(Section):
     """How messages of one edge travel. Leave it empty for the defaults."""
 
     dispatch: Literal["pull", "bucket", "hash"] = "pull"
-    """pull: whoever is free takes the next; bucket: a queue for each bucket; hash: equal keys go to the same replica."""
+    """pull: whoever is free takes the next; bucket: a queue for each bucket; hash: equal keys, equal replica."""
     key: str | None = None
     """With dispatch `hash`: the field of the message that is hashed, as in cache_salt."""
     capacity: int | None = Field(default=None, ge=1)

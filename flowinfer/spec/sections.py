@@ -21,7 +21,7 @@ API = "api"
 
 @dataclass(frozen=True)
 class Sections:
-    """What of the file is well-formed. broken: names of stages, workers and edges that aren't, so nothing follows from them."""
+    """What of the file is well-formed. broken: names of stages and edges that aren't, so that nothing follows from them."""
 
     name: str = "service"
     serve: Serve = field(default_factory=Serve)

@@ -116,9 +116,7 @@ class _Reader:
     def start_document(self, event: Any) -> bool:
         self.num_documents += 1
         if self.num_documents > 1:
-            self.problem(
-                "FI110", "The file holds more than one document.", self.mark(event), "Keep one service a file."
-            )
+            self.problem("FI110", "The file holds more than one document.", self.mark(event), "One service a file.")
         return self.num_documents == 1
 
     def open(self, event: Any) -> bool:
@@ -148,9 +146,7 @@ class _Reader:
 
     def take_key(self, frame: _Frame, key: str, mark: Mark) -> None:
         if key == "<<":
-            self.problem(
-                "FI107", "Merge keys (<<) aren't supported.", mark, "Use vars, or extends in a file of its own."
-            )
+            self.problem("FI107", "Merge keys (<<) aren't supported.", mark, "Use vars, or a file with extends.")
         frame.key, frame.key_mark = key, mark
         if key in frame.members:
             first = frame.members[key].where
@@ -180,7 +176,7 @@ class _Reader:
             self.refuse_alias(event)
         if event.tag not in (None, "!", "!drop"):
             self.problem(
-                "FI108", f"The tag {event.tag} means nothing here.", self.mark(event), "The only tag is !drop."
+                "FI108", f"The tag {event.tag} means nothing here.", self.mark(event), "The only one is !drop."
             )
         elif event.tag == "!drop" and getattr(event, "value", "x") != "":
             self.problem("FI108", "!drop stands alone, without a value.", self.mark(event), "Write `key: !drop`.")

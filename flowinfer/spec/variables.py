@@ -1,4 +1,4 @@
-"""Fills in "${name}" from vars, once everything is merged. A value that is nothing but a variable keeps the variable's type."""
+"""Fills in "${name}" from vars, after the merge. A value that is nothing but a variable keeps the variable's type."""
 
 from __future__ import annotations
 
@@ -75,13 +75,15 @@ class _Filler:
             return None
         if name in self.open or len(self.open) >= MAX_NESTED:
             chain = " -> ".join([*self.open[self.open.index(name) if name in self.open else 0 :], name])
-            return self.refuse(name, f"Variables that need each other without end: {chain}.")
+            self.refuse(name, f"Variables that need each other without end: {chain}.")
+            return None
         self.open.append(name)
         value = self.fill(self.variables[name])
         self.open.pop()
         count, depth = _measure(value)
         if count > MAX_VALUES or depth > MAX_DEPTH // 2:
-            return self.refuse(name, f"The value of `{name}` grows without measure ({count:,} values, {depth} deep).")
+            self.refuse(name, f"The value of `{name}` grows without measure ({count:,} values, {depth} deep).")
+            return None
         return self.done.setdefault(name, value)
 
     def refuse(self, name: str, message: str) -> None:

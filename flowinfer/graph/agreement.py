@@ -1,0 +1,164 @@
+"""Do the stages agree with each other: models, dtypes, settings, neighbours, and how messages are shared out?"""
+
+from __future__ import annotations
+
+from itertools import combinations
+
+from flowinfer.errors import Mark
+from flowinfer.graph.facets import FacetFlow
+from flowinfer.graph.model import Graph, StageNode, Wire
+from flowinfer.message import Sequence
+from flowinfer.spec.hints import did_you_mean
+from flowinfer.stage import Conflict, ModelUse
+
+
+def check_dispatch(graph: Graph, flow: FacetFlow) -> None:
+    """Buckets need bucketed prompts, hashing needs a field, credit is counted as the consumer counts."""
+    for wire in graph.wires:
+        _check_key(graph, wire)
+        _check_unit(graph, wire)
+        has = flow.of(wire)
+        if wire.options.dispatch == "bucket" and has is not None:
+            _check_buckets(graph, flow, wire, has)
+
+
+def _check_key(graph: Graph, wire: Wire) -> None:
+    key, document = wire.options.key, graph.document
+    if wire.options.dispatch != "hash":
+        if key is not None:
+            mark = document.mark(*wire.path, "key")
+            graph.problem("FI217", "`key` has no meaning without `dispatch: hash`.", mark, "Add it, or remove the key.")
+    elif key is None:
+        mark, help = document.value_mark(*wire.path, "dispatch"), "Add `key: cache_salt`, or another field."
+        graph.problem("FI217", f"`{wire.name}` hashes, but doesn't say what.", mark, help)
+    elif wire.out and key not in wire.out.message.__struct_fields__:
+        mark, fields = document.value_mark(*wire.path, "key"), wire.out.message.__struct_fields__
+        kind = wire.out.message.__name__
+        graph.problem("FI317", f"{kind} has no field `{key}`.", mark, did_you_mean(key, fields))
+
+
+def _check_unit(graph: Graph, wire: Wire) -> None:
+    counted = unit_of(graph, wire)
+    if wire.options.unit and counted and wire.options.unit != counted:
+        mark = graph.document.value_mark(*wire.path, "unit")
+        message = f"`{wire.target}` counts {counted} there, not {wire.options.unit}."
+        note = (graph.stages[wire.target].mark, f"`{wire.target}` is here")
+        graph.problem("FI413", message, mark, "Remove `unit`: the consumer knows.", [note])
+
+
+def unit_of(graph: Graph, wire: Wire) -> str | None:
+    """What the consumer counts its credit in."""
+    contract = graph.stages[wire.target].contract
+    return contract.units.get(wire.into.name, "messages") if contract and wire.into else None
+
+
+def _check_buckets(graph: Graph, flow: FacetFlow, wire: Wire, has: frozenset[str]) -> None:
+    mark = graph.document.value_mark(*wire.path, "dispatch")
+    if "bucket" not in has:
+        message = f"`{wire.name}` is shared out by bucket, but its messages have none."
+        graph.problem("FI315", message, mark, "Put a bucket-route before it, or remove `dispatch: bucket`.")
+        return
+    lanes = {lanes_of(stage) for stage in flow.sources(wire, "bucket")}
+    if len(lanes) > 1:
+        notes: list[tuple[Mark | None, str]] = [
+            (stage.mark, f"`{stage.name}` has {', '.join(lanes_of(stage)) or 'no buckets'}")
+            for stage in flow.sources(wire, "bucket")
+        ]
+        graph.problem("FI316", f"The buckets before `{wire.name}` differ from path to path.", mark, notes=notes)
+    elif lanes == {()}:
+        message = f"The stage that sets the bucket for `{wire.name}` doesn't say which there are."
+        graph.problem("FI316", message, mark, "Its settings need a map `buckets` with a name for each.")
+
+
+def lanes_of(stage: StageNode) -> tuple[str, ...]:
+    """Bucket names of a stage that adds the facet `bucket`."""
+    buckets = getattr(stage.config, "buckets", ())
+    return tuple(str(name) for name in buckets) if isinstance(buckets, (dict, list, tuple)) else ()
+
+
+def check_conflicts(graph: Graph) -> None:
+    """Settings that can't stand beside a setting of another stage."""
+    for stage in graph.stages.values():
+        for conflict in stage.contract.conflicts if stage.contract else ():
+            for other in graph.stages.values():
+                if other is not stage and other.kind == conflict.kind:
+                    _check_conflict(graph, stage, other, conflict)
+
+
+def _check_conflict(graph: Graph, stage: StageNode, other: StageNode, conflict: Conflict) -> None:
+    value = getattr(other.config, conflict.other, None)
+    if other.config is None or not any(value == wrong and type(value) is type(wrong) for wrong in conflict.values):
+        return
+    mine = graph.document.value_mark("stages", stage.name, "with", conflict.setting)
+    theirs = graph.document.value_mark("stages", other.name, "with", conflict.other)
+    setting = getattr(stage.config, conflict.setting, None)
+    message = f"`{conflict.setting}: {setting}` of `{stage.name}` and `{conflict.other}: {value}` of `{other.name}` exclude each other."
+    note = (theirs, f"`{conflict.other}: {value}`")
+    graph.problem("FI318", message, mine, conflict.reason, [note])
+
+
+def check_beside(graph: Graph) -> None:
+    """Stages that work only in the same process as another kind."""
+    for stage in graph.stages.values():
+        for kind in sorted(stage.contract.beside) if stage.contract and stage.worker else ():
+            others = [other for other in graph.stages.values() if other.kind == kind and other is not stage]
+            if not any(other.worker in (stage.worker, None) for other in others):
+                _report_beside(graph, stage, kind, others)
+
+
+def _report_beside(graph: Graph, stage: StageNode, kind: str, others: list[StageNode]) -> None:
+    if not others:
+        message = f"{stage} works beside a {kind}, and the graph has none."
+        graph.problem("FI407", message, stage.mark, f"Add a stage with `use: {kind}`.")
+        return
+    message = f"{stage} must run in the worker of {others[0]}, not in `{stage.worker}`."
+    notes: list[tuple[Mark | None, str]] = [(o.mark, f"`{o.name}` runs in `{o.worker}`") for o in others]
+    mark = graph.document.mark("stages", stage.name, "place")
+    graph.problem("FI407", message, mark, f"Write `place: {{with: {others[0].name}}}`.", notes)
+
+
+def _loaded(graph: Graph) -> list[tuple[StageNode, ModelUse]]:
+    uses = [(stage, stage.contract.model) for stage in graph.stages.values() if stage.contract and stage.contract.model]
+    return [(stage, use) for stage, use in uses if use and use.weights]
+
+
+def check_models(graph: Graph) -> None:
+    """One engine a model and worker; keys and values only between equal models."""
+    handed = {(a.name, b.name) for (a, _), (b, _) in combinations(_loaded(graph), 2) if _hands_over(graph, a, b)}
+    for (a, mine), (b, theirs) in combinations(_loaded(graph), 2):
+        if (a.name, b.name) in handed and (mine.model, mine.dtype) != (theirs.model, theirs.dtype):
+            _report_ends(graph, a, b, mine, theirs)
+        elif a.worker == b.worker and a.worker and mine.model == theirs.model and mine.dtype != theirs.dtype:
+            _report_dtypes(graph, a, b, mine, theirs)
+
+
+def _hands_over(graph: Graph, a: StageNode, b: StageNode) -> bool:
+    """True when sequences with their keys and values go from one to the other."""
+
+    def carries(wire: Wire) -> bool:
+        return wire.out is None or issubclass(wire.out.message, Sequence)
+
+    return b.name in graph.reach(a.name, follow=carries) or a.name in graph.reach(b.name, follow=carries)
+
+
+def _report_ends(graph: Graph, a: StageNode, b: StageNode, mine: ModelUse, theirs: ModelUse) -> None:
+    setting = "model" if mine.model != theirs.model else "dtype"
+    message = f"`{b.name}` reads the keys and values of `{a.name}`, but {_differ(a, b, mine, theirs)}."
+    _report(graph, "FI319", message, a, b, setting)
+
+
+def _report_dtypes(graph: Graph, a: StageNode, b: StageNode, mine: ModelUse, theirs: ModelUse) -> None:
+    message = f"`{a.name}` and `{b.name}` share {mine.model} in `{a.worker}`, but {_differ(a, b, mine, theirs)}."
+    _report(graph, "FI408", message, a, b, "dtype")
+
+
+def _differ(a: StageNode, b: StageNode, mine: ModelUse, theirs: ModelUse) -> str:
+    if mine.model != theirs.model:
+        return f"one runs {mine.model} and the other {theirs.model}"
+    return f"one runs in {mine.dtype} and the other in {theirs.dtype}"
+
+
+def _report(graph: Graph, code: str, message: str, a: StageNode, b: StageNode, setting: str) -> None:
+    mark = graph.document.value_mark("stages", b.name, "with", setting)
+    note = (graph.document.value_mark("stages", a.name, "with", setting), f"`{a.name}` is set here")
+    graph.problem(code, message, mark, f"Write the same `{setting}` in both.", [note])

@@ -1,0 +1,43 @@
+"""Runs every check over a graph and puts what they find into the order of the file."""
+
+from __future__ import annotations
+
+from flowinfer.errors import Problem
+from flowinfer.graph.agreement import check_beside, check_conflicts, check_dispatch, check_models
+from flowinfer.graph.build import build_graph
+from flowinfer.graph.connections import check_answers, check_loops, check_ports
+from flowinfer.graph.facets import FacetFlow, check_facets
+from flowinfer.graph.model import Graph
+from flowinfer.graph.placement import check_network, check_wires, check_workers
+from flowinfer.spec import Document
+
+
+def check(document: Document) -> Graph:
+    """The graph of a document, with all of its problems."""
+    graph = build_graph(document)
+    check_ports(graph)
+    check_loops(graph)
+    check_answers(graph)
+    check_conflicts(graph)
+    check_beside(graph)
+    check_models(graph)
+    check_workers(graph)
+    check_wires(graph)
+    check_network(graph)
+    if graph.is_acyclic():  # facets have no beginning in a loop that isn't closed on purpose
+        flow = FacetFlow(graph)
+        check_facets(graph, flow)
+        check_dispatch(graph, flow)
+    graph.problems = in_order(graph.problems, list(document.sources))
+    return graph
+
+
+def in_order(problems: list[Problem], files: list[str]) -> list[Problem]:
+    """By file, line and column, each once."""
+    place = {file: index for index, file in enumerate(files)}
+
+    def key(problem: Problem) -> tuple[int, int, int, str]:
+        mark = problem.mark
+        return (place.get(mark.file, 99), mark.line, mark.column, problem.code) if mark else (99, 0, 0, problem.code)
+
+    return sorted(dict.fromkeys(problems), key=key)

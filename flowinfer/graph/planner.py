@@ -1,0 +1,138 @@
+"""Turns a graph without problems into the plan that workers are started from."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from flowinfer.errors import SpecError
+from flowinfer.graph.agreement import lanes_of, unit_of
+from flowinfer.graph.checker import check
+from flowinfer.graph.facets import FacetFlow
+from flowinfer.graph.inherit import filled_root
+from flowinfer.graph.model import Graph, StageNode, Wire
+from flowinfer.graph.placement import workers
+from flowinfer.graph.plan import EdgePlan, NetworkPlan, Plan, ServePlan, StagePlan, WorkerPlan
+from flowinfer.spec import Document, load
+from flowinfer.spec.models import Worker
+
+DEFAULT_CAPACITY = 256
+
+
+def load_plan(
+    path: str | Path, overlays: Iterable[str | Path] = (), sets: Sequence[str] = (), allow_local: bool = False
+) -> Plan:
+    """The plan of a file with what is laid over it. Raises SpecError with every mistake in it."""
+    return build_plan(load(path, overlays, sets, allow_local))
+
+
+def build_plan(document: Document) -> Plan:
+    """The plan of a document. Raises SpecError with every mistake in it."""
+    return plan_of(check(document))
+
+
+def plan_of(graph: Graph) -> Plan:
+    """The plan of a checked graph. Raises SpecError when the check found problems."""
+    if graph.problems:
+        raise SpecError(graph.problems)
+    document, flow = graph.document, FacetFlow(graph)
+    return Plan(
+        name=document.sections.name,
+        digest=_digest(graph),
+        file=str(Path(document.file).resolve()),
+        stages={name: _stage(graph.stages[name]) for name in flow.order},
+        edges=tuple(_edge(graph, flow, wire) for wire in graph.wires),
+        workers=_workers(graph, flow.order),
+        serve=_serve(document),
+        network=_network(document),
+        allow_local=document.allow_local,
+    )
+
+
+def _digest(graph: Graph) -> str:
+    """16 hex characters that name the resolved document, wherever its values were written."""
+    text = json.dumps(filled_root(graph).plain(), sort_keys=True, ensure_ascii=False)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _stage(stage: StageNode) -> StagePlan:
+    config = stage.config.model_dump(mode="json", by_alias=True) if stage.config else {}
+    return StagePlan(name=stage.name, kind=stage.kind, config=config, worker=stage.worker or "", mark=str(stage.mark))
+
+
+def _edge(graph: Graph, flow: FacetFlow, wire: Wire) -> EdgePlan:
+    assert wire.out and wire.into, "an edge without ports passed the check"
+    options = wire.options
+    lanes = lanes_of(flow.sources(wire, "bucket")[0]) if options.dispatch == "bucket" else ("",)
+    return EdgePlan(
+        name=wire.name,
+        source=wire.source,
+        target=wire.target,
+        message=wire.out.message.__name__,
+        port=wire.into.name,
+        dispatch=options.dispatch,
+        key=options.key or "",
+        lanes=lanes,
+        capacity=options.capacity or DEFAULT_CAPACITY,
+        unit=unit_of(graph, wire) or "messages",
+        back=options.back,
+        fused=graph.is_fused(wire),
+    )
+
+
+def _workers(graph: Graph, order: list[str]) -> dict[str, WorkerPlan]:
+    declared = workers(graph)
+    loading = {s.worker for s in graph.stages.values() if s.contract and s.contract.model and s.contract.model.weights}
+    plans = {}
+    for name, worker in declared.items():
+        plans[name] = WorkerPlan(
+            name=name,
+            stages=tuple(stage for stage in order if graph.stages[stage].worker == name),
+            replicas=worker.replicas,
+            # A worker that loads no weights has no use for a device; `auto` is looked up when the service starts.
+            device=worker.device if name in loading or worker.device != "auto" else "cpu",
+            threads=worker.threads or _threads(declared, loading, name),
+            kv_bytes=worker.kv_memory,
+            mark=str(graph.document.mark("workers", name)),
+        )
+    return plans
+
+
+def _threads(declared: dict[str, Worker], loading: set[str | None], name: str) -> int:
+    """Torch threads of a worker: what is left of the cores beside one for each process's loop, shared by those with a model.
+
+    Two workers that spin on the same core slow each other tenfold, so few cores mean one thread.
+    """
+    if name not in loading:
+        return 1
+    processes = sum(worker.replicas for worker in declared.values())
+    models = sum(worker.replicas for key, worker in declared.items() if key in loading)
+    return max(1, (len(os.sched_getaffinity(0)) - processes) // models)
+
+
+def _serve(document: Document) -> ServePlan:
+    serve = document.sections.serve
+    return ServePlan(
+        host=serve.host,
+        port=serve.port,
+        apis=tuple(serve.apis),
+        max_requests=serve.max_requests,
+        request_timeout_s=serve.request_timeout,
+        drain_timeout_s=serve.drain_timeout,
+    )
+
+
+def _network(document: Document) -> NetworkPlan:
+    network = document.sections.network
+    if network.curve is None:
+        return NetworkPlan(transport=network.transport, bind=network.bind)
+    secret = document.base(document.value_mark("network", "curve", "secret_key_file")) / network.curve.secret_key_file
+    return NetworkPlan(
+        transport=network.transport,
+        bind=network.bind,
+        curve_public_key=network.curve.public_key,
+        curve_secret_key_file=str(Path(secret).expanduser().resolve()),
+    )
