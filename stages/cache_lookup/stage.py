@@ -1,0 +1,150 @@
+"""Tells each prompt what the caches are believed to hold of it. Owns the index of blocks; holds no block itself."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from typing import Any, Literal
+
+from pydantic import model_validator
+
+from flowinfer.errors import ModelError, StageError
+from flowinfer.message import (
+    BlockRemoved,
+    BlocksCleared,
+    BlockStored,
+    Cancel,
+    Ended,
+    Event,
+    Failure,
+    PrefixHint,
+    Prompt,
+    WorkerDown,
+)
+from flowinfer.stage import Contract, ModelUse, Stage, StageConfig
+from flowinfer.units import ByteSize, Duration
+
+
+class Tiers(StageConfig):
+    """Where blocks are kept, from the nearest to the farthest."""
+
+    memory: ByteSize = 2**30
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_names(cls, tiers: Any) -> Any:
+        unknown = [name for name in tiers if name not in cls.model_fields] if isinstance(tiers, dict) else []
+        if unknown:
+            raise ValueError(f"there is no cache tier {unknown[0]!r}; known tiers: {', '.join(cls.model_fields)}")
+        return tiers
+
+
+class CacheLookup(Stage):
+    """Finds the longest cached prefix of each prompt; of prompts that share an uncached one, only the first goes on."""
+
+    listens = (BlockStored, BlockRemoved, BlocksCleared, WorkerDown, Failure, Cancel, Ended)
+
+    class Config(StageConfig):
+        """model, dtype: whose KV is looked up, as in prefill.  tiers: where blocks are kept, and how much.
+
+        share_inflight: let prompts wait for a prefix that another one is computing.  wait: for how long at most.
+        """
+
+        model: str = ""
+        dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+        tiers: Tiers = Tiers()
+        share_inflight: bool = True
+        wait: Duration = 30.0
+
+        def contract(self) -> Contract:
+            """Adds prefix; reads the model's shape, not its weights."""
+            model = ModelUse(self.model, dtype=self.dtype) if self.model else None
+            return Contract(adds=frozenset({"prefix"}), model=model)
+
+    config: Config
+
+    def open(self) -> None:
+        """Names the KV of this model and dtype, so that blocks of any other never match."""
+        from flowinfer.cache.index import BlockIndex
+        from flowinfer.stages.cache_lookup.policy import SharedPrefix
+
+        self._namespace, self._block_tokens = self._read_layout()
+        self.index = BlockIndex()
+        self.sharing = SharedPrefix(self.index, self.config.wait)
+        self._waiting: dict[str, Prompt] = {}
+        self._ready: list[Prompt] = []  # let go by a cancel, which can't return messages
+
+    @property
+    def busy(self) -> bool:
+        """While prompts that a cancel let go haven't been sent on."""
+        return bool(self._ready)
+
+    def step(self, prompts: list[Prompt]) -> Iterable[Prompt]:
+        """Fills in `prefix`; keeps back prompts whose prefix is being computed for another one."""
+        ready, self._ready = self._ready, []
+        yield from map(self._hinted, ready)
+        now = self.ctx.clock.now()
+        for prompt in prompts:
+            prompt.prefix = PrefixHint(hashes=self._names(prompt))
+            if not self.config.share_inflight or self.sharing.arrive(prompt.id, prompt.prefix.hashes, now):
+                yield self._hinted(prompt)
+            else:
+                self._waiting[prompt.id] = prompt
+                self.ctx.call_at(now + self.config.wait, self._expire)
+
+    def observe(self, event: Event) -> Iterable[Prompt] | None:
+        """Keeps the index up to date; lets prompts go on whose prefix was stored or whose leader stopped."""
+        match event:
+            case BlockStored(owner=owner, hashes=names):
+                self.index.stored(owner, names)
+                return self._let_go(self.sharing.stored(names))
+            case BlockRemoved(owner=owner, hashes=names):
+                self.index.removed(owner, names)
+            case BlocksCleared(owner=owner) | WorkerDown(worker=owner):
+                self.index.cleared(owner)
+            case Failure(id=id):
+                return self._let_go(self._stop([id]))
+            case Cancel(ids=ids) | Ended(ids=ids):
+                return self._let_go(self._stop(ids))
+        return None
+
+    def cancel(self, requests: Collection[str]) -> None:
+        """Forgets these requests; the oldest prompt that waited for one of them takes its lead."""
+        released = self._let_go(self._stop(requests))
+        self._ready += released
+
+    def _stop(self, requests: Collection[str]) -> list[str]:
+        for request in requests:
+            self._waiting.pop(request, None)
+        self._ready = [prompt for prompt in self._ready if prompt.id not in requests]
+        return self.sharing.stop(requests)
+
+    def _expire(self) -> list[Prompt]:
+        return self._let_go(self.sharing.expire(self.ctx.clock.now()))
+
+    def _let_go(self, requests: list[str]) -> list[Prompt]:
+        return [self._hinted(self._waiting.pop(request)) for request in requests]
+
+    def _names(self, prompt: Prompt) -> list[bytes]:
+        """Prefill computes every token but the last, so only full blocks before it can be reused."""
+        from flowinfer.cache.keys import chain_hashes
+
+        return chain_hashes(
+            prompt.tokens[:-1], namespace=self._namespace, salt=prompt.cache_salt, block_tokens=self._block_tokens
+        )
+
+    def _hinted(self, prompt: Prompt) -> Prompt:
+        """The prompt with what the index knows now."""
+        assert prompt.prefix is not None
+        prompt.prefix.owners = self.index.longest_prefix(prompt.prefix.hashes)
+        return prompt
+
+    def _read_layout(self) -> tuple[str, int]:
+        from flowinfer.engine import hub
+
+        if not self.config.model:
+            raise StageError(self.ctx.stage, "no model is set.", help="Set `model:` to the model that prefill runs.")
+        try:
+            layout = hub.describe(hub.resolve(self.config.model)).layout(self.config.dtype)
+        except ModelError as error:
+            raise StageError(self.ctx.stage, error.message, help=error.help) from error
+        return layout.digest, layout.block_tokens
