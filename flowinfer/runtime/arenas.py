@@ -1,0 +1,83 @@
+"""Sets KV memory aside: one anonymous file for each layout, a range of blocks for each CPU worker instance. Maps nothing."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from flowinfer.engine.layout import KVLayout
+from flowinfer.graph.plan import Plan, WorkerPlan
+from flowinfer.runtime.boot import ArenaRange
+from flowinfer.runtime.loading import Loader, make_config
+
+DEFAULT_KV_BYTES = 512 << 20  # per worker instance where the file names no size
+
+Ranges = dict[str, tuple[ArenaRange, ...]]  # by worker instance
+
+
+@dataclass(frozen=True)
+class _Share:
+    instance: str
+    layout: KVLayout
+    blocks: int
+
+
+def model_layouts(plan: Plan, load: Loader) -> dict[str, list[KVLayout]]:
+    """The KV layouts that the stages of each worker keep, from their models' configurations. Raises StageError."""
+    found: dict[str, list[KVLayout]] = {}
+    for name, worker in plan.workers.items():
+        for stage in (plan.stages[stage] for stage in worker.stages):
+            cls = load(stage)
+            model = make_config(cls, stage).contract().model
+            if model is not None and model.weights:
+                from flowinfer.engine import hub
+
+                layout = hub.describe(hub.resolve(model.model)).layout(model.dtype)
+                if layout not in found.setdefault(name, []):
+                    found[name].append(layout)
+    return found
+
+
+def make_arenas(plan: Plan, layouts: Mapping[str, list[KVLayout]]) -> Ranges:
+    """Creates the memory; the file descriptors stay open in this process for workers that start again."""
+    shares = [
+        _Share(f"{name}.{replica}", layout, _blocks(worker, layout, len(layouts[name])))
+        for name, worker in plan.workers.items()
+        if name in layouts and worker.device in ("cpu", "auto")
+        for layout in layouts[name]
+        for replica in range(worker.replicas)
+    ]
+    ranges: Ranges = {}
+    for layout in {share.layout.digest: share.layout for share in shares}.values():
+        _place([share for share in shares if share.layout == layout], layout, ranges)
+    return ranges
+
+
+def _blocks(worker: WorkerPlan, layout: KVLayout, layouts: int) -> int:
+    return max(1, (worker.kv_bytes or DEFAULT_KV_BYTES) // layouts // layout.block_bytes)
+
+
+def _place(shares: list[_Share], layout: KVLayout, into: Ranges) -> None:
+    total = sum(share.blocks for share in shares)
+    fd = anonymous_file(total * layout.block_bytes)
+    first = 0
+    for share in shares:
+        end = first + share.blocks
+        own = ArenaRange(
+            layout=layout, fd=fd, num_blocks=total, first_block=first, end_block=end, shared=len(shares) > 1
+        )
+        into[share.instance] = (*into.get(share.instance, ()), own)
+        first = end
+
+
+def anonymous_file(size: int) -> int:
+    """A file without a name that ends with its last user: a memfd, or where there is none an unlinked temporary file."""
+    if hasattr(os, "memfd_create"):
+        fd = os.memfd_create("flowinfer-kv", os.MFD_CLOEXEC)
+    else:
+        fd, path = tempfile.mkstemp(prefix="flowinfer-kv-")
+        os.unlink(path)
+    os.ftruncate(fd, size)
+    return fd

@@ -1,0 +1,51 @@
+"""What a worker process is started with, and what it reports when it can't go on. Plain data, JSON on pipes."""
+
+from __future__ import annotations
+
+import msgspec
+
+from flowinfer.engine.layout import KVLayout
+from flowinfer.graph.plan import Plan
+
+
+class ArenaRange(msgspec.Struct, frozen=True, kw_only=True):
+    """A worker's share of a KV arena: block ids first_block up to end_block of the memory behind fd."""
+
+    layout: KVLayout
+    fd: int
+    num_blocks: int
+    first_block: int
+    end_block: int
+    shared: bool = False
+    quarantined: dict[str, tuple[int, ...]] = {}
+
+
+class Boot(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything that a worker needs to begin. life_fd reads end-of-file once the supervisor is dead."""
+
+    plan: Plan
+    worker: str
+    replica: int
+    generation: int
+    run_dir: str
+    supervisor_data: str
+    supervisor_control: str
+    life_fd: int
+    report_fd: int
+    threads: int = 1
+    device: str = "cpu"
+    listener_fd: int | None = None
+    arenas: tuple[ArenaRange, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """The instance, as in prefill.0."""
+        return f"{self.worker}.{self.replica}"
+
+
+class Report(msgspec.Struct, frozen=True, kw_only=True):
+    """Why a worker gave up. error: one line for people; trace: for the log, "" when the error was raised on purpose."""
+
+    error: str
+    help: str = ""
+    trace: str = ""

@@ -1,0 +1,75 @@
+"""What one stage may use of its worker: flowinfer.stage.Context over the group that runs it."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, cast
+
+from flowinfer.engine.layout import KVLayout
+from flowinfer.errors import RequestError
+from flowinfer.message import Event, Message
+from flowinfer.stage import Arena, Clock, Result, Shared
+
+if TYPE_CHECKING:
+    from flowinfer.runtime.group import Group, StageRun
+
+
+class StageContext:
+    """Context of one stage. Everything with state lives in the group."""
+
+    run: StageRun  # set by the group once the stage exists
+
+    def __init__(self, group: Group, stage: str) -> None:
+        self._group = group
+        self.stage = stage
+        self.worker: str = group.name
+        self.generation: int = group.generation
+        self.device: str = group.host.device
+        self.threads: int = group.host.threads
+        self.clock: Clock = group.clock
+        self.listener: socket.socket | None = group.host.listener
+
+    def submit(
+        self, fn: Callable[[], Result], then: Callable[[Result | BaseException], Iterable[Message] | None]
+    ) -> None:
+        self._group.submit(self.run, fn, then)
+
+    def call_at(self, when: float, fn: Callable[[], Iterable[Message] | None]) -> None:
+        self._group.call_at(self.run, when, fn)
+
+    def fail(self, request: str, error: RequestError) -> None:
+        self._group.fail(self.stage, request, error)
+
+    def wake(self) -> None:
+        self._group.wake()
+
+    def full(self, output: str) -> bool:
+        return self.run.full(output)
+
+    def give_back(self, port: str, request: str) -> None:
+        self._group.give_back(self.run, port, request)
+
+    def offer(self, port: str, amount: int) -> None:
+        self._group.offer(self.run, port, amount)
+
+    def reserve(self, output: str, request: str, amount: int) -> str | None:
+        outbox = self.run.outbox_of(output)
+        return self.worker if outbox is None else outbox.reserve(request, amount)
+
+    def unreserve(self, output: str, request: str) -> None:
+        outbox = self.run.outbox_of(output)
+        if outbox is not None:
+            outbox.unreserve(request)
+
+    def send(self, event: Event, to: str | None = None) -> None:
+        self._group.emit(event, to)
+
+    def shared(self, key: object, make: Callable[[], Shared]) -> Shared:
+        objects = self._group.objects
+        if key not in objects:
+            objects[key] = make()
+        return cast(Shared, objects[key])
+
+    def arena(self, layout: KVLayout) -> Arena:
+        return self._group.host.arena(layout)

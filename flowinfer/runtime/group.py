@@ -1,0 +1,325 @@
+"""The stages of one worker in one loop, without sockets: inboxes, timers, background work, cancellation, containment."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import logging
+import socket
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+from flowinfer.engine.layout import KVLayout
+from flowinfer.errors import RequestError, StageError
+from flowinfer.graph.plan import API, FRONT, EdgePlan, Plan, StagePlan
+from flowinfer.message import Cancel, Ended, Event, Failure, KVRelease, Message
+from flowinfer.runtime.closed import ClosedRequests
+from flowinfer.runtime.context import StageContext
+from flowinfer.runtime.inbox import Debt
+from flowinfer.runtime.loading import Loader, make_config, stage_error
+from flowinfer.runtime.stage_run import FusedEdge, Put, StageRun, request_ids
+from flowinfer.stage import Arena, Clock
+
+log = logging.getLogger("flowinfer.worker")
+
+MAX_FAILURES = 3  # steps in a row that may break before the worker gives up and is started again
+GRACE_S = 1.0  # after a request's End, stages that still hold something of it are told to cancel it
+POOL_THREADS = 4  # `submit`: tokenizing a book, reading a file; more would only take the cores from the model
+
+Work = Callable[[], Iterable[Message] | None]
+
+
+@dataclass
+class Host:
+    """What the process gives its stages."""
+
+    arena: Callable[[KVLayout], Arena]
+    device: str = "cpu"
+    threads: int = 1
+    listener: socket.socket | None = None
+
+
+class Group:
+    """Stages in topological order and everything between them. `turn` runs each that has work once."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        stages: Sequence[StagePlan],
+        host: Host,
+        load: Loader,
+        *,
+        name: str,
+        generation: int,
+        clock: Clock,
+    ) -> None:
+        self.plan, self.host, self.name, self.generation, self.clock = plan, host, name, generation, clock
+        self.front = f"{plan.stages[API].worker if API in plan.stages else FRONT}.0"
+        self.objects: dict[object, Any] = {}
+        self.closed = ClosedRequests()
+        self.open_requests: dict[str, None] = {}
+        self.num_late: dict[str, int] = {}
+        self.num_reclaimed = 0
+        self._timers: list[tuple[float, int, StageRun | None, Work]] = []
+        self._order = itertools.count()
+        self._pool: ThreadPoolExecutor | None = None
+        self._done: deque[tuple[StageRun, Work]] = deque()
+        self._events: deque[Event] = deque()
+        self._listeners: dict[type[Event], list[StageRun]] = {}
+        self.runs = [self._make(stage, load) for stage in stages]
+        self.by_name = {run.name: run for run in self.runs}
+        for edge in plan.edges:
+            self.wire(edge)
+
+    def _make(self, plan: StagePlan, load: Loader) -> StageRun:
+        try:
+            cls = load(plan)
+            config = make_config(cls, plan)
+            context = StageContext(self, plan.name)
+            context.run = StageRun(plan, cls(config, context), config.contract().held)
+        except Exception as error:
+            raise stage_error(plan, error) from error
+        return context.run
+
+    def wire(self, edge: EdgePlan) -> None:
+        """Connects an edge whose ends are both here; others are a subclass's matter."""
+        source, target = self.by_name.get(edge.source), self.by_name.get(edge.target)
+        if source is not None and target is not None:
+            source.add_output(FusedEdge(edge, target.inboxes[edge.port]))
+
+    # -- life ----------------------------------------------------------------------------------------------------------
+
+    def open(self, progress: Callable[[str], None] = lambda stage: None) -> None:
+        """Opens the stages in order. Raises StageError with the cause; what was opened is closed again."""
+        for index, run in enumerate(self.runs):
+            progress(run.name)
+            try:
+                run.stage.open()
+            except Exception as error:
+                self._close(self.runs[:index])
+                raise stage_error(run.plan, error) from error
+
+    def close(self) -> None:
+        """Closes the stages, last first, and the thread pool."""
+        self._close(self.runs)
+        if self._pool is not None:
+            self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def _close(self, runs: Sequence[StageRun]) -> None:
+        for run in reversed(runs):
+            try:
+                run.stage.close()
+            except Exception:
+                log.exception("%s: stage %s didn't close cleanly", self.name, run.name)
+
+    # -- the loop ------------------------------------------------------------------------------------------------------
+
+    def turn(self) -> None:
+        """Events, background results and timers that are due, then each stage that has work, once."""
+        while self._events:
+            self.handle(self._events.popleft())
+        while self._done:
+            run, work = self._done.popleft()
+            self._work(run, work)
+        while self._timers and self._timers[0][0] <= self.clock.now():
+            _, _, timed, work = heapq.heappop(self._timers)
+            self._work(timed, work)
+        for run in self.runs:
+            if run.runnable:
+                self._step(run)
+
+    def wait_s(self) -> float | None:
+        """How long nothing will happen by itself: 0 when there is work, None without any limit."""
+        if self._events or self._done or not all(run.waits for run in self.runs):
+            return 0.0
+        return max(0.0, self._timers[0][0] - self.clock.now()) if self._timers else None
+
+    def _step(self, run: StageRun) -> None:
+        inputs, debts = run.take()
+        started = time.perf_counter()
+        try:
+            messages = run.stage.step(*inputs)  # type: ignore[attr-defined]
+            if messages is not None:
+                self._route(run, messages)
+            run.failures = 0
+        except Exception as error:
+            self._contain(run, inputs, error)
+        run.busy_s += time.perf_counter() - started
+        run.num_steps += 1
+        if debts:
+            self.settle(debts)
+        for outbox in run.outboxes:
+            outbox.flush()
+
+    def _route(self, run: StageRun, messages: Iterable[Message]) -> None:
+        routes = run.routes
+        for message in messages:
+            kind = type(message)
+            for put in routes[kind] if kind in routes else self._resolve(run, kind):
+                put(message)
+
+    def _resolve(self, run: StageRun, kind: type[Message]) -> tuple[Put, ...]:
+        puts: tuple[Put, ...]
+        if issubclass(kind, Event):
+            puts = (self.emit,)  # type: ignore[assignment]
+        else:
+            puts = tuple(edge.put for edge in run.edges_for(kind))
+            if not puts:
+                raise StageError(run.name, f"gave a {kind.__name__}, which no edge takes.")
+            if "id" in kind.__struct_fields__:
+                puts = (self._guard(puts, opens=run.name == API),)
+        run.routes[kind] = puts
+        return puts
+
+    def _guard(self, puts: tuple[Put, ...], *, opens: bool) -> Put:
+        def guarded(message: Any) -> None:
+            if message.id in self.closed:
+                self.refuse(message, "closed")
+                return
+            if opens:
+                self.open_requests[message.id] = None
+            for put in puts:
+                put(message)
+
+        return guarded
+
+    def _contain(self, run: StageRun, inputs: list[list[Message]], error: Exception) -> None:
+        run.failures += 1
+        log.error("%s: stage %s broke", self.name, run.name, exc_info=error)
+        # A decode step speaks of slots, not of requests: then all that this worker holds are in the batch.
+        ids = request_ids(message for messages in inputs for message in messages) or list(self.open_requests)
+        run.num_failed += len(ids)
+        for request in dict.fromkeys(ids):
+            self.fail(run.name, request, RequestError(500, f"Stage {run.name!r} failed: {error}", code="stage_failed"))
+        if run.failures >= MAX_FAILURES:
+            raise stage_error(run.plan, error) from error
+
+    def _work(self, run: StageRun | None, work: Work) -> None:
+        try:
+            messages = work()
+            if messages is not None and run is not None:
+                self._route(run, messages)
+        except Exception:
+            if run is None:
+                raise
+            log.exception("%s: stage %s broke in its background work", self.name, run.name)
+        if run is not None:
+            for outbox in run.outboxes:
+                outbox.flush()
+
+    # -- events --------------------------------------------------------------------------------------------------------
+
+    def emit(self, event: Event, to: str | None = None) -> None:
+        """Sends an event; here there is nobody but this group."""
+        if to is None or to == self.name:
+            self._events.append(event)
+
+    def handle(self, event: Event) -> None:
+        """Takes an event: ends requests, then shows it to every stage that listens."""
+        if isinstance(event, Cancel):
+            self.cancel(event.ids)
+        elif isinstance(event, Ended):
+            self.end(event.ids)
+        for run in self._listening(type(event)):
+            self._work(run, lambda run=run: run.stage.observe(event))  # type: ignore[misc]
+
+    def _listening(self, kind: type[Event]) -> list[StageRun]:
+        found = self._listeners.get(kind)
+        if found is None:
+            found = self._listeners[kind] = [run for run in self.runs if issubclass(kind, run.stage.listens or ())]
+        return found
+
+    def fail(self, stage: str, request: str, error: RequestError) -> None:
+        """Tells the gateway that a request failed, and everybody to free what they hold of it."""
+        failure = Failure(
+            id=request, status=error.status, message=str(error), code=error.code, param=error.param, stage=stage
+        )
+        failure.retry_after_s = error.retry_after_s
+        self.emit(failure, self.front)
+        self.emit(Cancel(ids=[request]))
+
+    def cancel(self, requests: Collection[str]) -> None:
+        """Takes the requests out of all queues and stages; what comes late for them is refused."""
+        if new := self._close_requests(requests):
+            self._cancel_stages(new)
+
+    def end(self, requests: Collection[str]) -> None:
+        """As cancel, but stages that are about to finish by themselves get GRACE_S for it."""
+        if new := self._close_requests(requests):
+            self.call_at(None, self.clock.now() + GRACE_S, lambda: self._cancel_stages(new))
+
+    def _close_requests(self, requests: Collection[str]) -> list[str]:
+        new = self.closed.add(requests, self.clock.now())
+        for request in new:
+            self.open_requests.pop(request, None)
+        gone = frozenset(new)
+        for run in self.runs if gone else ():
+            for inbox in run.inboxes.values():
+                dropped, debts = inbox.cancel(gone)
+                self.settle(debts)
+                self._release(dropped)
+            for outbox in run.outboxes:
+                self._release(outbox.cancel(gone))
+        return new
+
+    def _cancel_stages(self, requests: Collection[str]) -> None:
+        for run in self.runs:
+            self._work(run, lambda run=run: run.stage.cancel(requests))  # type: ignore[misc]
+        self.call_at(None, self.clock.now() + GRACE_S, lambda: self._reclaim(requests))
+
+    def _reclaim(self, requests: Collection[str]) -> None:
+        """Settles what stages forgot to give back: a leak of credit would stop the service in the end."""
+        gone = frozenset(requests)
+        for run in self.runs:
+            for inbox in run.inboxes.values():
+                left = [key for key in inbox.held if key[1] in gone]
+                self.num_reclaimed += len(left)
+                self.settle([inbox.held.pop(key) for key in left])
+
+    def refuse(self, message: Message, reason: str) -> None:
+        """Counts a message that came too late and frees what it carries."""
+        self.num_late[reason] = self.num_late.get(reason, 0) + 1
+        self._release((message,))
+
+    def _release(self, messages: Iterable[Any]) -> None:
+        for message in messages:
+            handle = getattr(message, "kv", None)
+            if handle is not None:
+                self.emit(KVRelease(id=message.id, lessee=self.name), handle.owner)
+
+    # -- what contexts need --------------------------------------------------------------------------------------------
+
+    def submit(self, run: StageRun, fn: Callable[[], Any], then: Callable[[Any], Iterable[Message] | None]) -> None:
+        """Runs fn in the pool and then(result or error) in the loop."""
+        if self._pool is None:
+            self._pool = ThreadPoolExecutor(POOL_THREADS, thread_name_prefix=f"{self.name}-submit")
+
+        def finished(future: Future[Any]) -> None:
+            if not future.cancelled():
+                outcome = future.exception() or future.result()
+                self._done.append((run, lambda: then(outcome)))
+                self.wake()
+
+        self._pool.submit(fn).add_done_callback(finished)
+
+    def call_at(self, run: StageRun | None, when: float, work: Work) -> None:
+        heapq.heappush(self._timers, (when, next(self._order), run, work))
+
+    def wake(self) -> None:
+        """Ends the wait of the loop; a subclass with a loop of its own does."""
+
+    def settle(self, debts: Sequence[Debt]) -> None:
+        """Credit that goes back to producers in other workers; here there are none."""
+
+    def give_back(self, run: StageRun, port: str, request: str) -> None:
+        inbox = run.inboxes.get(port)
+        debt = inbox.held.pop((port, request), None) if inbox else None
+        if debt is not None:
+            self.settle((debt,))
+
+    def offer(self, run: StageRun, port: str, amount: int) -> None:
+        """Raises the credit of an input port; edges inside the worker have none."""

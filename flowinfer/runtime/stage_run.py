@@ -1,0 +1,121 @@
+"""One stage at work in a group: its inboxes, its outputs, and whether it may be stepped now."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from flowinfer.graph.plan import API, EdgePlan, StagePlan
+from flowinfer.message import Message
+from flowinfer.runtime.inbox import Debt, Inbox
+from flowinfer.runtime.outbox import Outbox
+from flowinfer.stage import Stage, ports
+
+Put = Callable[[Message], None]
+
+
+class FusedEdge:
+    """An edge whose ends are in one worker: a list."""
+
+    def __init__(self, edge: EdgePlan, inbox: Inbox) -> None:
+        self.edge = edge
+        self._messages = inbox.messages
+        self.put: Put = inbox.messages.append
+
+    @property
+    def full(self) -> bool:
+        return len(self._messages) >= self.edge.capacity
+
+
+class StageRun:
+    """A stage with its queues."""
+
+    def __init__(self, plan: StagePlan, stage: Stage, held: frozenset[str]) -> None:
+        inputs, outputs = ports(type(stage))
+        names = [name for name in inspect.signature(type(stage).step).parameters if name != "self"]
+        self.plan = plan
+        self.name = plan.name
+        self.stage = stage
+        self.held = held
+        self.inboxes = {name: Inbox() for name in names}
+        self.input_types = {port.name: port.message for port in inputs}
+        self.output_types = {port.name: port.message.__name__ for port in outputs}
+        self.outputs: dict[str, list[FusedEdge | Outbox]] = {}  # by class name of the message
+        self.outboxes: list[Outbox] = []
+        self.routes: dict[type[Message], tuple[Put, ...]] = {}
+        self.failures = 0  # steps in a row that broke
+        self.num_failed = 0
+        self.num_steps = 0
+        self.busy_s = 0.0
+        self._lists = [inbox.messages for inbox in self.inboxes.values()]
+        self._gates: list[FusedEdge | Outbox] = []
+
+    def add_output(self, output: FusedEdge | Outbox) -> None:
+        self.outputs.setdefault(output.edge.message, []).append(output)
+        if isinstance(output, Outbox):
+            self.outboxes.append(output)
+        if not output.edge.back:
+            self._gates.append(output)
+
+    @property
+    def gated(self) -> bool:
+        """True while an output is full. A back edge never gates: its consumer waits for this very stage."""
+        return any(output.full for output in self._gates)
+
+    @property
+    def runnable(self) -> bool:
+        """True when `step` has something to do and room for what it gives.
+
+        The api is stepped even while its calls are full: texts must reach their clients, and new requests their refusal.
+        """
+        return (any(self._lists) or self.stage.busy) and (self.name == API or not self.gated)
+
+    @property
+    def waits(self) -> bool:
+        """True when nothing is to be done before something arrives."""
+        if self.name == API:
+            return not any(self._lists) and (not self.stage.busy or self.gated)
+        return not self.runnable
+
+    def take(self) -> tuple[list[list[Message]], list[Debt]]:
+        """The inputs of one step, in the order of its parameters, and the debts that they settle."""
+        inputs: list[list[Message]] = []
+        debts: list[Debt] = []
+        for inbox in self.inboxes.values():
+            messages, settled = inbox.take()
+            inputs.append(messages)
+            debts += settled
+        return inputs, debts
+
+    def full(self, output: str) -> bool:
+        """True while an edge of this output port is full."""
+        return any(edge.full for edge in self.outputs.get(self.output_types.get(output, ""), ()))
+
+    def outbox_of(self, output: str) -> Outbox | None:
+        """The outbox of an output port, None when its edge stays in the worker."""
+        for edge in self.outputs.get(self.output_types.get(output, ""), ()):
+            if isinstance(edge, Outbox):
+                return edge
+        return None
+
+    def edges_for(self, kind: type[Message]) -> list[FusedEdge | Outbox]:
+        """The edges that take a message of this class: those of its own name, else of its nearest base."""
+        for cls in kind.__mro__:
+            if cls.__name__ in self.outputs:
+                return self.outputs[cls.__name__]
+        return []
+
+
+def request_ids(messages: Iterable[Message]) -> list[str]:
+    """Ids of all requests that these messages speak of."""
+    ids: list[str] = []
+    for message in messages:
+        found: Any = message
+        if hasattr(message, "id"):
+            ids.append(found.id)
+        elif hasattr(message, "ids"):
+            ids.extend(found.ids)
+        elif hasattr(message, "pieces"):
+            ids.extend(piece.id for piece in found.pieces)
+    return ids

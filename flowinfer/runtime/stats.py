@@ -1,0 +1,62 @@
+"""The samples that a worker sends to the front: what its loop has counted, and the metrics of its stages."""
+
+from __future__ import annotations
+
+import resource
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from flowinfer.observe import metrics
+
+if TYPE_CHECKING:
+    from flowinfer.runtime.group import Group
+    from flowinfer.runtime.worker import Worker
+
+Sample = tuple[str, dict[str, str], float]
+_PREFIX = "flowinfer:"
+_STATM = Path("/proc/self/statm")
+
+
+def samples(worker: Worker) -> list[Sample]:
+    """All samples of this process; names as on /metrics."""
+    own = [*_edges(worker), *_stages(worker), *_late(worker), *_process(worker)]
+    return [(_PREFIX + name, labels, value) for name, labels, value in own] + metrics.snapshot()
+
+
+def _edges(worker: Worker) -> Iterator[Sample]:
+    for name, outbox in worker.outputs.items():
+        yield "edge_messages_total", {"edge": name}, float(outbox.num_sent)
+        yield "edge_queue_messages", {"edge": name}, float(outbox.waiting)
+        yield "edge_credit_wait_seconds_total", {"edge": name}, outbox.wait_s
+        for lane in outbox.edge.lanes:
+            credit = sum(consumer.credit.get(lane, 0) for consumer in outbox.consumers.values())
+            yield "edge_credit", {"edge": name, "lane": lane}, float(credit)
+
+
+def _stages(group: Group) -> Iterator[Sample]:
+    for run in group.runs:
+        labels = {"stage": run.name}
+        yield "stage_busy_seconds_total", labels, run.busy_s
+        yield "stage_messages_total", labels, float(sum(inbox.num_taken for inbox in run.inboxes.values()))
+        yield "stage_failures_total", labels, float(run.num_failed)
+
+
+def _late(worker: Worker) -> Iterator[Sample]:
+    for reason, count in worker.num_late.items():
+        yield "refused_late_frames_total", {"reason": reason}, float(count)
+    yield "malformed_frames_total", {}, float(worker.channel.num_malformed)
+
+
+def _process(worker: Worker) -> Iterator[Sample]:
+    yield "worker_up", {"worker": worker.name}, 1.0
+    yield "worker_restarts_total", {"worker": worker.name}, float(worker.generation - 1)
+    yield "worker_cpu_seconds_total", {}, time.process_time()
+    yield "worker_resident_bytes", {}, float(_resident())
+
+
+def _resident() -> int:
+    if _STATM.exists():
+        return int(_STATM.read_text().split()[1]) * resource.getpagesize()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

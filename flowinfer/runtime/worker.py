@@ -1,0 +1,265 @@
+"""A group with a channel: edges to other workers, credit, heartbeats, peers that come and go."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+from flowinfer.channel import Channel, Endpoints, Received
+from flowinfer.codec import CodecError, Header
+from flowinfer.errors import RequestError
+from flowinfer.graph.plan import EdgePlan, Plan
+from flowinfer.message import (
+    Cancel,
+    Credit,
+    Event,
+    LeaseQuery,
+    LeaseReport,
+    Message,
+    Moved,
+    Stats,
+    WorkerDown,
+    WorkerUp,
+)
+from flowinfer.runtime.events import SUPERVISOR, Heartbeat, Stop
+from flowinfer.runtime.group import Group, Host
+from flowinfer.runtime.inbox import BACK_AFTER_S, Debt, Grants, Inbox
+from flowinfer.runtime.loading import Loader
+from flowinfer.runtime.outbox import Outbox
+from flowinfer.runtime.stage_run import StageRun
+from flowinfer.runtime.stats import samples
+from flowinfer.stage import Clock
+
+log = logging.getLogger("flowinfer.worker")
+
+HEARTBEAT_S = 0.5
+
+
+class Worker(Group):
+    """One worker instance: `run` until it is told to stop."""
+
+    def __init__(self, plan: Plan, worker: str, host: Host, load: Loader, channel: Channel, *, clock: Clock) -> None:
+        self.channel = channel
+        self.worker = worker
+        self.grants = Grants()
+        self.inputs: dict[str, tuple[EdgePlan, Inbox, str]] = {}  # by edge: where it ends, and the port if it is held
+        self.outputs: dict[str, Outbox] = {}
+        self.peers: dict[str, int] = {}  # live workers other than this one, with their generations
+        self.num_unsent = 0
+        self._dead: dict[str, int] = {}  # last generation of each worker that died
+        self._moved: list[str] = []
+        self._urgent = False
+        self._stopping = False
+        stages = [plan.stages[stage] for stage in plan.workers[worker].stages]
+        super().__init__(plan, stages, host, load, name=channel.name, generation=channel.generation, clock=clock)
+
+    def wire(self, edge: EdgePlan) -> None:
+        """Fused edges as in a group; of the others, the half that is here."""
+        source, target = self.by_name.get(edge.source), self.by_name.get(edge.target)
+        if source is not None and target is not None:
+            super().wire(edge)
+        elif source is not None:
+            outbox = self.outputs[edge.name] = Outbox(edge, self._send, self.clock.now)
+            source.add_output(outbox)
+        elif target is not None:
+            producers = self.plan.workers[self.plan.stages[edge.source].worker].replicas
+            self.grants.share(edge.name, edge.capacity // producers)
+            held = edge.port if edge.port in target.held else ""
+            self.inputs[edge.name] = (edge, target.inboxes[edge.port], held)
+
+    # -- the loop ------------------------------------------------------------------------------------------------------
+
+    def run(self) -> None:
+        """Turns until Stop. Raises StageError when a stage keeps breaking."""
+        self._beat()
+        while not self._stopping:
+            events, data = self.channel.poll(self._patience())
+            for header, received in events:
+                self._take_events(header, received)
+            if data:
+                self._take_data(data)
+            self.turn()
+            if self.grants.pending:
+                self._return_credit()
+
+    def _patience(self) -> float | None:
+        wait = self.wait_s()
+        due = self.grants.next_at() if self.grants.pending else None
+        if due is None or wait == 0:
+            return wait
+        left = max(0.0, due + BACK_AFTER_S - self.clock.now())
+        return left if wait is None else min(wait, left)
+
+    def wake(self) -> None:
+        self.channel.wake()
+
+    def _beat(self) -> None:
+        self.channel.send_event(SUPERVISOR, Heartbeat(open_requests=len(self.open_requests)))
+        self.emit(Stats(worker=self.name, samples=samples(self)), self.front)
+        self.call_at(None, self.clock.now() + HEARTBEAT_S, self._beat)
+
+    # -- sending -------------------------------------------------------------------------------------------------------
+
+    def _send(self, instance: str, edge: EdgePlan, lane: str, messages: Sequence[Message], cost: int) -> None:
+        try:
+            self.channel.send(instance, edge.name, lane, messages, cost)
+        except CodecError as error:
+            log.error("%s: edge %s: %s", self.name, edge.name, error)
+            for message in messages:
+                if hasattr(message, "id"):
+                    self.fail(edge.source, message.id, RequestError(500, str(error), code="not_sendable"))
+            self.outputs[edge.name].credit(instance, self.peers.get(instance, 0), lane, cost * len(messages), ())
+
+    def emit(self, event: Event, to: str | None = None) -> None:
+        """Sends an event to one worker, or to all; to this one, after the step."""
+        if to is None:
+            self._events.append(event)
+            for peer in self.peers:
+                self.channel.send_event(peer, event)
+        elif to == self.name:
+            self._events.append(event)
+        elif not self.channel.send_event(to, event):
+            self.num_unsent += 1
+
+    # -- receiving -----------------------------------------------------------------------------------------------------
+
+    def _stale(self, header: Header) -> str:
+        """Why a frame is refused, "" when it isn't."""
+        if header.epoch != self.plan.epoch:
+            return "epoch"
+        return "generation" if header.generation <= self._dead.get(header.sender, 0) else ""
+
+    def _take_events(self, header: Header, events: Sequence[Message]) -> None:
+        if reason := self._stale(header):
+            self.num_late[reason] = self.num_late.get(reason, 0) + len(events)
+            return
+        for event in events:
+            if isinstance(event, Credit):
+                self._take_credit(header, event)
+            elif isinstance(event, Event):
+                self.handle(event)
+
+    def _take_credit(self, header: Header, credit: Credit) -> None:
+        outbox = self.outputs.get(credit.edge)
+        if outbox is not None:
+            outbox.credit(header.sender, header.generation, credit.lane, credit.amount, credit.ids)
+            outbox.flush()
+
+    def _take_data(self, frames: Sequence[Received]) -> None:
+        for header, messages in frames:
+            if header.edge == "":
+                self._take_events(header, messages)
+            elif reason := self._stale(header):
+                for message in messages:
+                    self.refuse(message, reason)
+            elif header.edge in self.inputs:
+                self._deliver(header, messages)
+            else:
+                self.num_late["edge"] = self.num_late.get("edge", 0) + len(messages)
+        if self._moved:
+            self._announce()
+
+    def _deliver(self, header: Header, messages: list[Message]) -> None:
+        edge, inbox, held = self.inputs[header.edge]
+        debt = Debt(edge.name, header.sender, header.lane, header.cost)
+        self.grants.use(debt, len(messages))
+        if hasattr(messages[0], "id"):
+            messages = self._admit(messages, debt)
+        if messages:
+            inbox.receive(messages, debt, held)
+
+    def _admit(self, messages: list[Message], debt: Debt) -> list[Message]:
+        """Refuses messages of closed requests, returns the others, and notes that they are here now."""
+        alive: list[Message] = []
+        for message in messages:
+            request: str = message.id  # type: ignore[attr-defined]
+            if request in self.closed:
+                self.refuse(message, "closed")
+                self.settle((debt._replace(ids=(request,)),))
+            else:
+                alive.append(message)
+                self.open_requests[request] = None
+                self._moved.append(request)
+        return alive
+
+    def _announce(self) -> None:
+        moved, self._moved = self._moved, []
+        self.emit(Moved(ids=moved, worker=self.name, generation=self.generation), self.front)
+
+    # -- credit --------------------------------------------------------------------------------------------------------
+
+    def settle(self, debts: Sequence[Debt]) -> None:
+        now = self.clock.now()
+        for debt in debts:
+            self.grants.settle(debt, now)
+
+    def _return_credit(self) -> None:
+        now, self._urgent, everything = self.clock.now(), False, self._urgent
+        for producer, credit in self.grants.collect(now, everything=everything):
+            self.channel.send_event(producer, credit)
+
+    def give_back(self, run: StageRun, port: str, request: str) -> None:
+        super().give_back(run, port, request)
+        self._urgent = True  # a held port's credit is what a whole request waits for
+
+    def offer(self, run: StageRun, port: str, amount: int) -> None:
+        """Grants `amount` more on the edges that end in this port, in equal parts to their producers."""
+        for edge, _, _ in self.inputs.values():
+            if (edge.target, edge.port) == (run.name, port):
+                producers = self.plan.workers[self.plan.stages[edge.source].worker].replicas
+                self._raise(edge, max(1, amount // producers))
+
+    def _raise(self, edge: EdgePlan, amount: int) -> None:
+        self.grants.share(edge.name, self.grants.share_of(edge.name) + amount)
+        for peer in self.peers:
+            if self._worker_of(peer) == self.plan.stages[edge.source].worker:
+                for lane in edge.lanes:
+                    self.channel.send_event(peer, Credit(edge=edge.name, lane=lane, amount=amount))
+
+    # -- peers ---------------------------------------------------------------------------------------------------------
+
+    def handle(self, event: Event) -> None:
+        if isinstance(event, WorkerUp):
+            self._connect(event)
+        elif isinstance(event, WorkerDown):
+            self._disconnect(event)
+        elif isinstance(event, Stop):
+            self._stopping = True
+        super().handle(event)
+        if isinstance(event, LeaseQuery):
+            self.channel.send_event(SUPERVISOR, LeaseReport(owner=event.owner, final=True))
+
+    def _connect(self, up: WorkerUp) -> None:
+        if up.worker == self.name or up.generation <= self._dead.get(up.worker, 0):
+            return
+        self.channel.connect(up.worker, up.generation, Endpoints(up.data, up.control))
+        self.peers[up.worker] = up.generation
+        worker = self._worker_of(up.worker)
+        for edge, _, _ in self.inputs.values():
+            if self.plan.stages[edge.source].worker == worker:
+                for credit in self.grants.opening(edge.name, up.worker, edge.lanes):
+                    self.channel.send_event(up.worker, credit)
+        for outbox in self.outputs.values():
+            if self.plan.stages[outbox.edge.target].worker == worker:
+                outbox.connect(up.worker, up.generation)
+                outbox.flush()
+
+    def _disconnect(self, down: WorkerDown) -> None:
+        self._dead[down.worker] = max(down.generation, self._dead.get(down.worker, 0))
+        if self.peers.get(down.worker, 0) > down.generation:
+            return
+        self.peers.pop(down.worker, None)
+        self.channel.disconnect(down.worker)
+        self.grants.forget(down.worker)
+        for outbox in self.outputs.values():
+            for request in outbox.drop(down.worker, down.generation):
+                if request not in self.closed:
+                    message = f"Worker {down.worker} died while it held the request. Send it again."
+                    error = RequestError(503, message, code="worker_died", retry_after_s=1.0)
+                    self.fail(outbox.edge.target, request, error)
+            outbox.flush()
+        if down.worker == self.front and self.open_requests:
+            self.handle(Cancel(ids=list(self.open_requests)))  # their clients are gone with it
+
+    def _worker_of(self, instance: str) -> str:
+        return instance.rpartition(".")[0]
