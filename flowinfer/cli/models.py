@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from flowinfer.engine import hub
+from flowinfer.engine.sources import ALIASES
 from flowinfer.errors import ModelError
 from flowinfer.units import format_bytes, format_tokens
 
@@ -45,7 +46,7 @@ def list_() -> None:
         table.add_row(
             name, info.architecture, f"{info.num_params / 1e6:,.0f} M", format_tokens(info.context_length), _size(path)
         )
-    for name in hub.ALIASES:
+    for name in ALIASES:
         if name not in found:
             table.add_row(name, "not pulled yet", "", "", "")
     Console().print(table)

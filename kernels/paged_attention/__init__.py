@@ -1,7 +1,7 @@
 """Causal attention of a step's tokens over keys and values in arena blocks, which it writes first.
 
-The arena is [blocks, layers, 2 (K, V), block_tokens, K heads, D]: seen as rows of K * D numbers, the rows of one layer lie
-at a fixed offset from those of layer 0, so the plan's row numbers serve every layer. Decides nothing about scheduling.
+The arena is [blocks, layers, 2 (K, V), block_tokens, K heads, D]. Seen as rows of K * D numbers, the rows of one layer
+lie at a fixed offset from those of layer 0, so the plan's row numbers serve every layer. Knows nothing of scheduling.
 
 Dimensions: T tokens, N query heads, K kv heads, G = N / K, D head size, B sequences, Q queries each, L keys.
 """
@@ -66,5 +66,5 @@ def _attend_paged(group: Group, read: Tensor, q_TND: Tensor, rows: Tensor, *, kv
     kv = rows.index_select(0, read).view(2, batch, -1, kv_heads, head_dim).transpose(2, 3)
     q = q_TND.reshape(batch, queries, kv_heads, -1, head_dim).permute(0, 2, 3, 1, 4)
     out = F.scaled_dot_product_attention(q.flatten(2, 3), kv[0], kv[1], attn_mask=group.bias)
-    out = out.unflatten(2, (-1, queries)).permute(0, 3, 1, 2, 4)
+    out = out.view(batch, kv_heads, -1, queries, head_dim).permute(0, 3, 1, 2, 4)
     return out.reshape(tokens, heads * head_dim)

@@ -1,4 +1,4 @@
-"""A model's config.json, read into the few fields that the decoder needs. Never imports torch; refuses what it can't run."""
+"""A model's config.json, read into what the decoder needs. Never imports torch; refuses what it can't run."""
 
 from __future__ import annotations
 

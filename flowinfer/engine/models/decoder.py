@@ -1,4 +1,4 @@
-"""One decoder-only transformer for every family; families differ in small parts chosen at load. Owns no KV and no batch.
+"""One decoder-only transformer; families differ in small parts chosen at load. Owns no KV and no batch.
 
 Dimensions: T tokens of the step, H hidden, N query heads, K kv heads, D head size, V vocabulary, R rows of logits.
 """
@@ -84,15 +84,15 @@ class Model:
         """Rotated queries and keys, and values; queries and keys are rotated together."""
         config = self.config
         heads = layer.qkv(x_TH).view(-1, config.num_heads + 2 * config.num_kv_heads, config.head_dim)
-        qk, v_TKD = heads.split((config.num_heads + config.num_kv_heads, config.num_kv_heads), 1)
+        rotated = config.num_heads + config.num_kv_heads
+        qk, v_TKD = heads[:, :rotated], heads[:, rotated:]
         if layer.qk_norm_D is not None:
             qk = self._norm_heads(qk, *layer.qk_norm_D)
         qk = rotate(qk, *rope)
-        q_TND, k_TKD = qk.split((config.num_heads, config.num_kv_heads), 1)
-        return q_TND, k_TKD, v_TKD
+        return qk[:, : config.num_heads], qk[:, config.num_heads :], v_TKD
 
     def _norm_heads(self, qk: Tensor, q_norm_D: Tensor, k_norm_D: Tensor) -> Tensor:
-        q, k = qk.split((self.config.num_heads, self.config.num_kv_heads), 1)
+        q, k = qk[:, : self.config.num_heads], qk[:, self.config.num_heads :]
         shape, eps = (self.config.head_dim,), self.config.norm_eps
         return torch.cat((F.rms_norm(q, shape, q_norm_D, eps), F.rms_norm(k, shape, k_norm_D, eps)), 1)
 

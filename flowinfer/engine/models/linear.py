@@ -51,7 +51,7 @@ def make_linear(weight_OI: Tensor, bias_O: Tensor | None = None) -> Projection:
 
 def can_pack(weight: Tensor) -> bool:
     """Whether oneDNN's packed product exists for this weight on this machine."""
-    if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():
+    if weight.device.type != "cpu" or not torch._C._has_mkldnn:
         return False
     if weight.dtype is torch.bfloat16:
         return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())

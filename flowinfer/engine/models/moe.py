@@ -24,7 +24,7 @@ class GatedFFN:
 class ExpertFFN:
     """Each token goes to its experts_per_token best experts; their outputs are summed by router weight.
 
-    Router probabilities are float32 over all experts, as in Mixtral and Qwen3-MoE; norm_topk rescales the chosen to one.
+    Router probabilities are float32 over all experts (Mixtral, Qwen3-MoE); norm_topk rescales the chosen to one.
     """
 
     def __init__(self, router: Projection, experts: list[GatedFFN], *, per_token: int, norm_topk: bool) -> None:

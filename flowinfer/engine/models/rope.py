@@ -11,7 +11,7 @@ from flowinfer.engine.models.config import ModelConfig, RopeScaling
 
 
 class Rope:
-    """Cosines and sines of the first max_positions positions in the model's dtype; 2 x 128 bytes each at head_dim 64 in bf16."""
+    """Cosines and sines of max_positions positions in the model's dtype: 256 bytes each at head_dim 64 in bf16."""
 
     def __init__(self, config: ModelConfig, *, dtype: torch.dtype, device: torch.device) -> None:
         positions = torch.arange(config.max_positions, dtype=torch.float32)
