@@ -52,7 +52,7 @@ class GatewayConfig(StageConfig):
     keepalive: Duration = Field("15s", validate_default=True)
     max_body: ByteSize = Field("16MiB", validate_default=True)
     reader_buffer: ByteSize = Field("64KiB", validate_default=True)
-    default_max_tokens: TokenCount = 2**20  # of a chat that names no limit: what the context leaves, as in the OpenAI API
+    default_max_tokens: TokenCount = 2**20  # of a chat that names none: as much as the context leaves
     tools: bool = False  # the pipeline's template takes tools
     vllm_metrics: bool = True
 

@@ -13,8 +13,7 @@ from typing import Any
 import openai
 import pytest
 
-from flowinfer.errors import RequestError
-from flowinfer.message import Call, Cancel, Ended, Event, Finish, Message, Piece, Text
+from flowinfer.message import Call, Event, Finish, Message, Piece, Text
 from flowinfer.serve.gateway import Gateway, GatewayConfig
 
 WAIT_S = 10.0
@@ -173,18 +172,34 @@ def echo(call: Call) -> Iterator[Piece]:
 
 @pytest.fixture
 def start() -> Iterator[Callable[..., Service]]:
-    """Starts services: start(auto=None, **settings)."""
+    """Starts services on a port of their own: start(auto=None, **settings)."""
     services: list[Service] = []
 
     def make(auto: Auto | None = None, **settings: Any) -> Service:
-        listener = socket.create_server(("127.0.0.1", 0))
-        config = GatewayConfig.model_validate({"models": ("tiny",), **settings})
-        services.append(Service(config, auto, listener))
+        services.append(Service(config_of(settings), auto, socket.create_server(("127.0.0.1", 0))))
         return services[-1]
 
     yield make
     for service in services:
         service.close()
+
+
+@pytest.fixture
+def start_plain() -> Iterator[Callable[..., Service]]:
+    """Starts services without HTTP."""
+    services: list[Service] = []
+
+    def make(auto: Auto | None = None, **settings: Any) -> Service:
+        services.append(Service(config_of(settings), auto, None))
+        return services[-1]
+
+    yield make
+    for service in services:
+        service.close()
+
+
+def config_of(settings: dict[str, Any]) -> GatewayConfig:
+    return GatewayConfig.model_validate({"models": ("tiny",), **settings})
 
 
 @pytest.fixture
@@ -197,6 +212,3 @@ def service(start: Callable[..., Service]) -> Service:
 def echoing(start: Callable[..., Service]) -> Service:
     """A service that echoes."""
     return start(echo)
-
-
-__all__ = ["Cancel", "Ended", "RequestError", "Service", "echo"]

@@ -1,0 +1,128 @@
+"""The shape of answers: choices, usage, log-probabilities, text in every script."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+
+from flowinfer.message import Call, Finish, Piece, TextLogprob
+
+ASK: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "a b"}]}
+
+
+def with_logprobs(call: Call) -> Any:
+    first = TextLogprob("é", -0.5, "é".encode(), [("é", -0.5, "é".encode()), ("x", -float("inf"), b"x")])
+    second = TextLogprob("\ufffd", -1.5, b"\xf0\x9f")
+    yield Piece(id=call.id, text="é", tokens=[1], logprobs=[first])
+    yield Piece(id=call.id, text="", tokens=[2], logprobs=[second])
+    yield Piece(id=call.id, finish=Finish(reason="length", prompt_tokens=1, completion_tokens=2))
+
+
+def by_seed(call: Call) -> Any:
+    yield Piece(id=call.id, text=str(call.sampling.seed), tokens=[1])
+    usage = {"prompt_tokens": 5, "completion_tokens": 4, "cached_tokens": 3, "drafted_tokens": 7, "accepted_tokens": 2}
+    yield Piece(id=call.id, finish=Finish(reason="stop", **usage))
+
+
+def test_choices_are_gathered_in_order(start: Any) -> None:
+    answer = start(by_seed).client().chat.completions.create(**ASK, n=3, seed=1)
+    assert [choice.index for choice in answer.choices] == [0, 1, 2]
+    assert answer.choices[0].message.content == "1"
+    assert len({choice.message.content for choice in answer.choices}) == 3
+
+
+def test_a_prompt_counts_once_however_many_choices(start: Any) -> None:
+    usage = start(by_seed).client().chat.completions.create(**ASK, n=2).usage
+    assert (usage.prompt_tokens, usage.completion_tokens, usage.total_tokens) == (5, 8, 13)
+    assert usage.prompt_tokens_details.cached_tokens == 3
+    assert usage.completion_tokens_details.accepted_prediction_tokens == 4
+    assert usage.completion_tokens_details.rejected_prediction_tokens == 10
+
+
+def test_streamed_choices_carry_their_index(start: Any) -> None:
+    texts = {0: "", 1: ""}
+    ends = []
+    for chunk in start(by_seed).client().chat.completions.create(**ASK, n=2, seed=1, stream=True):
+        choice = chunk.choices[0]
+        texts[choice.index] += choice.delta.content or ""
+        ends += [choice.index] if choice.finish_reason else []
+    assert texts[0] == "1"
+    assert texts[1] not in ("", "1")
+    assert sorted(ends) == [0, 1]
+
+
+def test_the_usage_chunk_comes_last_and_only_when_asked(echoing: Any) -> None:
+    create = echoing.client().chat.completions.create
+    asked = list(create(**ASK, stream=True, stream_options={"include_usage": True}))
+    assert asked[-1].choices == []
+    assert asked[-1].usage.total_tokens == 5
+    assert all(chunk.usage is None for chunk in asked[:-1])
+    assert all(chunk.choices for chunk in create(**ASK, stream=True))
+
+
+def test_text_in_every_script_arrives_whole(echoing: Any) -> None:
+    text = 'héllo wörld 日本語 العربية 👩‍👩‍👧‍👦 "quoted" \\n \t\u2028 \x00'
+    ask = {"model": "tiny", "messages": [{"role": "user", "content": text}]}
+    client = echoing.client()
+    assert client.chat.completions.create(**ask).choices[0].message.content == text + " "
+    chunks = client.chat.completions.create(**ask, stream=True)
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == text + " "
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_chat_logprobs_have_tokens_bytes_and_alternatives(start: Any, stream: bool) -> None:
+    answer = start(with_logprobs).client().chat.completions.create(**ASK, logprobs=True, top_logprobs=2, stream=stream)
+    parts = list(answer) if stream else [answer]
+    content = [t for part in parts for c in part.choices if c.logprobs for t in c.logprobs.content]
+    assert [entry.logprob for entry in content] == [-0.5, -1.5]
+    assert content[0].bytes == [0xC3, 0xA9]
+    assert [alternative.token for alternative in content[0].top_logprobs] == ["é", "x"]
+    assert content[0].top_logprobs[1].logprob == -9999.0  # JSON has no infinity
+    assert content[1].bytes == [0xF0, 0x9F]
+
+
+def test_no_logprobs_unless_asked(start: Any) -> None:
+    assert start(with_logprobs).client().chat.completions.create(**ASK).choices[0].logprobs is None
+
+
+def test_completion_logprobs_have_offsets(start: Any) -> None:
+    answer = start(with_logprobs).client().completions.create(model="tiny", prompt="a", logprobs=2)
+    logprobs = answer.choices[0].logprobs
+    assert logprobs.tokens == ["é", "\ufffd"]
+    assert logprobs.text_offset == [0, 1]
+    assert logprobs.top_logprobs[0]["é"] == -0.5
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_completions_answer_each_prompt(echoing: Any, stream: bool) -> None:
+    answer = echoing.client().completions.create(model="tiny", prompt=["a b", "c"], n=2, stream=stream)
+    texts = ["", "", "", ""]
+    for part in answer if stream else [answer]:
+        for choice in part.choices:
+            texts[choice.index] += choice.text
+    assert texts == ["a b ", "a b ", "c ", "c "]
+    if not stream:
+        assert answer.usage.prompt_tokens == 6
+
+
+def test_completions_take_token_ids(echoing: Any) -> None:
+    assert echoing.client().completions.create(model="tiny", prompt=[1, 2]).choices[0].text.strip() == "[1 2]"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_echo_puts_the_prompt_first(echoing: Any, stream: bool) -> None:
+    answer = echoing.client().completions.create(model="tiny", prompt="a b", echo=True, stream=stream)
+    parts = list(answer) if stream else [answer]
+    assert "".join(c.text for part in parts for c in part.choices) == "a ba b "
+
+
+def test_extensions_travel_in_the_extra_body(service: Any) -> None:
+    stream = service.client().chat.completions.create
+    thread = threading.Thread(target=lambda: stream(**ASK, extra_body={"top_k": 5, "cache_salt": "me"}))
+    thread.start()
+    call = service.next_call()
+    assert (call.sampling.top_k, call.cache_salt) == (5, "me")
+    service.say(call.id, "x", finish="stop")
+    thread.join()

@@ -1,0 +1,290 @@
+"""Every field of a request is honoured or refused by its name."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from typing import Any
+
+import httpx
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from openai.resources.chat.completions import Completions as ChatResource
+from openai.resources.completions import Completions as CompletionResource
+
+from flowinfer.errors import RequestError
+from flowinfer.serve.openai.chat import ChatRequest, chat_job
+from flowinfer.serve.openai.completions import CompletionRequest, completion_job
+from flowinfer.serve.openai.decode import decode
+from flowinfer.serve.openai.job import Job, Limits
+
+LIMITS = Limits(models=("tiny",), max_requests=64, default_max_tokens=1000, tools=False)
+USER = [{"role": "user", "content": "hi"}]
+TRANSPORT = {"self", "extra_headers", "extra_query", "extra_body", "timeout"}
+
+
+def chat(limits: Limits = LIMITS, **fields: Any) -> Job:
+    body = {"model": "tiny", "messages": USER} | fields
+    return chat_job(decode(ChatRequest, json.dumps(body).encode()), "chatcmpl-1", limits)
+
+
+def complete(**fields: Any) -> Job:
+    body = {"model": "tiny", "prompt": "hi"} | fields
+    return completion_job(decode(CompletionRequest, json.dumps(body).encode()), "cmpl-1", LIMITS)
+
+
+def refused(**fields: Any) -> RequestError:
+    with pytest.raises(RequestError) as caught:
+        chat(**fields)
+    assert caught.value.status in (400, 404)
+    return caught.value
+
+
+@pytest.mark.parametrize(
+    ("create", "request_type"),
+    [(ChatResource.create, ChatRequest), (CompletionResource.create, CompletionRequest)],
+)
+def test_every_field_of_the_official_client_is_known(create: Any, request_type: Any) -> None:
+    sent = inspect.signature(create).parameters.keys() - TRANSPORT
+    assert sent <= set(request_type.__struct_fields__)
+
+
+@pytest.mark.parametrize("field", sorted(set(ChatRequest.__struct_fields__) - {"model", "messages"}))
+def test_null_is_the_same_as_leaving_a_field_out(field: str) -> None:
+    assert len(chat(**{field: None}).calls) == 1
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "param"),
+    [
+        ("temperature", 2.1, "temperature"),
+        ("temperature", -0.1, "temperature"),
+        ("top_p", 0, "top_p"),
+        ("top_p", 1.5, "top_p"),
+        ("top_k", -2, "top_k"),
+        ("min_p", 1.1, "min_p"),
+        ("repetition_penalty", 0, "repetition_penalty"),
+        ("presence_penalty", 2.5, "presence_penalty"),
+        ("frequency_penalty", -2.5, "frequency_penalty"),
+        ("max_tokens", 0, "max_tokens"),
+        ("max_completion_tokens", -1, "max_completion_tokens"),
+        ("max_tokens", 10**30, "max_tokens"),
+        ("n", 0, "n"),
+        ("n", 65, "n"),
+        ("stop", [""], "stop"),
+        ("stop", ["x"] * 17, "stop"),
+        ("stop_token_ids", [-1], "stop_token_ids"),
+        ("logit_bias", {"one": 1}, "logit_bias"),
+        ("logit_bias", {"1": 101}, "logit_bias.1"),
+        ("logit_bias", {"9" * 5000: 1}, "logit_bias"),
+        ("top_logprobs", 3, "top_logprobs"),
+        ("stream_options", {"include_usage": True}, "stream_options"),
+        ("cache_salt", "x" * 300, "cache_salt"),
+        ("chat_template_kwargs", {"messages": []}, "chat_template_kwargs.messages"),
+        ("messages", [], "messages"),
+        ("messages", [{"role": "pope", "content": "x"}], "messages[0].role"),
+        ("messages", [{"role": "user"}], "messages[0].content"),
+        ("messages", [{"role": "user", "content": 3}], "messages[0].content"),
+        ("messages", [{"role": "user", "content": "x", "colour": 1}], "messages[0].colour"),
+        ("messages", [{"role": "user", "content": [{"type": "image_url"}]}], "messages[0].content[0].type"),
+        ("messages", [{"role": "user", "content": [{"type": "text"}]}], "messages[0].content[0].text"),
+        ("messages", [{"role": "tool", "content": "x", "tool_call_id": "1"}], "messages[0].role"),
+        ("model", 3, "model"),
+        ("max_tokens", "5", "max_tokens"),
+        ("max_tokens", 1.5, "max_tokens"),
+        ("best_of", 2, "best_of"),
+        ("colour", "red", "colour"),
+        ("stream_options", {"colour": True}, "stream_options.colour"),
+    ],
+)
+def test_a_wrong_value_is_refused_with_the_name_of_its_field(field: str, value: Any, param: str) -> None:
+    error = refused(**{field: value})
+    assert error.param == param
+    assert param in error.message
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("tools", [{"type": "function", "function": {"name": "f"}}]),
+        ("tool_choice", "required"),
+        ("functions", [{"name": "f"}]),
+        ("function_call", "auto"),
+        ("response_format", {"type": "json_object"}),
+        ("reasoning_effort", "high"),
+        ("modalities", ["audio"]),
+        ("audio", {"voice": "x"}),
+        ("prediction", {"type": "content", "content": "x"}),
+        ("service_tier", "priority"),
+        ("store", True),
+        ("web_search_options", {}),
+        ("verbosity", "low"),
+        ("moderation", {}),
+        ("prompt_cache_options", {"mode": "explicit"}),
+        ("prompt_cache_retention", "24h"),
+    ],
+)
+def test_what_the_pipeline_cannot_do_is_refused_by_name(field: str, value: Any) -> None:
+    error = refused(**{field: value})
+    assert error.code == "unsupported_parameter"
+    assert error.param == field
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("tools", []),
+        ("tool_choice", "none"),
+        ("response_format", {"type": "text"}),
+        ("modalities", ["text"]),
+        ("service_tier", "auto"),
+        ("store", False),
+        ("metadata", {"a": "b"}),
+        ("user", "me"),
+        ("safety_identifier", "me"),
+        ("prompt_cache_key", "k"),
+        ("parallel_tool_calls", True),
+    ],
+)
+def test_what_changes_nothing_is_taken(field: str, value: Any) -> None:
+    assert len(chat(**{field: value}).calls) == 1
+
+
+def test_an_unknown_model_is_404() -> None:
+    error = refused(model="gpt-5")
+    assert (error.status, error.code, error.param) == (404, "model_not_found", "model")
+    assert "tiny" in error.message
+
+
+def test_sampling_arrives_as_asked() -> None:
+    (call,) = chat(
+        temperature=0.5,
+        top_p=0.9,
+        top_k=40,
+        min_p=0.1,
+        repetition_penalty=1.1,
+        presence_penalty=0.2,
+        frequency_penalty=-0.3,
+        seed=7,
+        stop=["a", "b"],
+        stop_token_ids=[2],
+        ignore_eos=True,
+        logit_bias={"5": -100},
+        max_completion_tokens=9,
+        min_tokens=3,
+        logprobs=True,
+        top_logprobs=4,
+        cache_salt="tenant",
+        cache_class="agent",
+    ).calls
+    s = call.sampling
+    assert (s.temperature, s.top_p, s.top_k, s.min_p, s.repetition_penalty) == (0.5, 0.9, 40, 0.1, 1.1)
+    assert (s.presence_penalty, s.frequency_penalty, s.seed, s.stop) == (0.2, -0.3, 7, ("a", "b"))
+    assert (s.stop_token_ids, s.ignore_eos, s.logit_bias) == ((2,), True, {5: -100.0})
+    assert (s.max_tokens, s.min_tokens, s.logprobs) == (9, 3, 4)
+    assert (call.cache_salt, call.cache_class) == ("tenant", "agent")
+
+
+def test_a_chat_without_a_limit_gets_the_default() -> None:
+    assert chat().calls[0].sampling.max_tokens == 1000
+    assert complete().calls[0].sampling.max_tokens == 16
+
+
+def test_two_limits_must_agree() -> None:
+    assert chat(max_tokens=5, max_completion_tokens=5).calls[0].sampling.max_tokens == 5
+    assert refused(max_tokens=5, max_completion_tokens=6).param == "max_tokens"
+
+
+def test_choices_differ_in_id_and_seed() -> None:
+    job = chat(n=3, seed=11)
+    assert [call.id for call in job.calls] == ["chatcmpl-1#0", "chatcmpl-1#1", "chatcmpl-1#2"]
+    seeds = [call.sampling.seed for call in job.calls]
+    assert seeds[0] == 11
+    assert len(set(seeds)) == 3
+    assert all(seed is not None and 0 <= seed < 2**63 for seed in seeds)
+
+
+def test_a_request_without_a_seed_draws_one() -> None:
+    assert chat().calls[0].sampling.seed != chat().calls[0].sampling.seed
+
+
+def test_text_parts_are_joined_and_developer_is_system() -> None:
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    (call,) = chat(messages=[{"role": "developer", "content": "x"}, {"role": "user", "content": parts}]).calls
+    assert call.messages == [{"role": "system", "content": "x"}, {"role": "user", "content": "ab"}]
+
+
+def test_a_pipeline_with_tools_gets_them() -> None:
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    limits = Limits(models=("tiny",), max_requests=64, default_max_tokens=1000, tools=True)
+    assert chat(limits, tools=tools).calls[0].tools == tools
+    assert chat(limits, tools=tools, tool_choice="none").calls[0].tools is None
+
+
+def test_prompts_come_in_four_shapes() -> None:
+    assert [call.prompt for call in complete(prompt="a").calls] == ["a"]
+    assert [call.prompt for call in complete(prompt=["a", "b"]).calls] == ["a", "b"]
+    (call,) = complete(prompt=[1, 2]).calls
+    assert call.prompt.dtype == "int32"
+    assert call.prompt.tolist() == [1, 2]
+    assert [call.prompt.tolist() for call in complete(prompt=[[1], [2, 3]], n=1).calls] == [[1], [2, 3]]
+
+
+@pytest.mark.parametrize("prompt", [[], [[]], ["a", 1], [-1], [2**31], [[2**40]], None, 3, {}])
+def test_a_wrong_prompt_is_refused(prompt: Any) -> None:
+    with pytest.raises(RequestError) as caught:
+        complete(prompt=prompt)
+    assert caught.value.status == 400
+    assert (caught.value.param or "").startswith("prompt")
+
+
+@pytest.mark.parametrize("fields", [{"suffix": "x"}, {"best_of": 3}, {"echo": True, "logprobs": 1}, {"logprobs": 6}])
+def test_what_completions_cannot_do_is_refused_by_name(fields: dict[str, Any]) -> None:
+    with pytest.raises(RequestError) as caught:
+        complete(**fields)
+    assert caught.value.param in fields
+
+
+@pytest.mark.parametrize(
+    "body", [b"", b"{", b"[]", b"null", b"\xff", b'{"a":' * 50_000, b'"x"', b'{"model":"\\ud800"}']
+)
+def test_a_body_that_is_no_request_is_400(body: bytes) -> None:
+    with pytest.raises(RequestError) as caught:
+        decode(ChatRequest, body)
+    assert caught.value.status == 400
+
+
+# ----------------------------------------------------------------------------------------------------------------- fuzz
+
+json_values = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(10**25), 10**25)
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    max_leaves=6,
+)
+known = st.sampled_from(sorted({*ChatRequest.__struct_fields__, *CompletionRequest.__struct_fields__}))
+bodies = st.dictionaries(known | st.text(max_size=6), json_values, max_size=4)
+
+
+@settings(max_examples=300, deadline=None)
+@given(bodies, st.booleans())
+def test_no_body_breaks_the_reader(fields: dict[str, Any], whole: bool) -> None:
+    for build in (chat, complete):
+        try:
+            job = build(**fields)
+        except RequestError as error:
+            assert 400 <= error.status < 500
+        else:
+            assert job.calls
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(bodies, st.sampled_from(["/v1/chat/completions", "/v1/completions"]))
+def test_no_body_breaks_the_server(echoing: Any, fields: dict[str, Any], path: str) -> None:
+    body = {"model": "tiny", "messages" if "chat" in path else "prompt": USER if "chat" in path else "hi"} | fields
+    response = httpx.post(echoing.url + path, content=json.dumps(body).encode())
+    assert response.status_code == 200 or (400 <= response.status_code < 500 and response.json()["error"]["message"])
