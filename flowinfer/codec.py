@@ -1,7 +1,7 @@
 """Turns messages into frames and back: msgpack for structure, arrays as buffers beside it, no pickle. Knows no sockets.
 
-Frame 0 is [format: u8][header length: u16][header][body]; header and body are msgpack, the body a list of messages of one
-type. Arrays under 16 KiB stand inside the body, larger ones in frames of their own, which the receiver maps without a copy.
+Frame 0 is [format: u8][header length: u16][header][body]; header and body are msgpack, the body a list of messages of
+one type. Arrays under 16 KiB stand inside the body, larger ones in frames of their own, which the receiver doesn't copy.
 """
 
 from __future__ import annotations
@@ -26,9 +26,20 @@ _CACHED = 4_096  # headers remembered; a service has a few hundred
 _PREFIX = struct.Struct("<BH")
 _SHAPES = tuple(struct.Struct(f"<BB{ndim}Q") for ndim in range(9))
 _INDEX = struct.Struct("<I")
-_DTYPES = tuple(np.dtype(c) for c in ("<i4", "<i8", "<f4", "<f8", "<f2", "|u1", "|i1", "<i2", "<u2", "<u4", "<u8", "|b1"))
+_DTYPES = tuple(
+    np.dtype(c) for c in ("<i4", "<i8", "<f4", "<f8", "<f2", "|u1", "|i1", "<i2", "<u2", "<u4", "<u8", "|b1")
+)
 _DTYPE_CODES = {dtype: code for code, dtype in enumerate(_DTYPES)}
-_BROKEN = (msgspec.MsgspecError, ValueError, KeyError, IndexError, TypeError, OverflowError, RecursionError, struct.error)
+_BROKEN = (
+    msgspec.MsgspecError,
+    ValueError,
+    KeyError,
+    IndexError,
+    TypeError,
+    OverflowError,
+    RecursionError,
+    struct.error,
+)
 
 Buffer = bytes | memoryview
 Frames = Sequence[Buffer]
@@ -94,7 +105,9 @@ class Codec:
     def _encode_header(self, header: Header) -> bytes:
         cls = type_registry.get(header.type)
         if cls is None or cls.local:
-            raise CodecError(f"{header.type} never leaves its worker.", help="Place both ends of its edge in one worker.")
+            raise CodecError(
+                f"{header.type} never leaves its worker.", help="Place both ends of its edge in one worker."
+            )
         raw = msgspec.msgpack.encode(header._replace(schema=schema_of(cls)))
         if len(self._header_bytes) >= _CACHED:
             self._header_bytes.clear()
@@ -135,7 +148,7 @@ class Codec:
         shape = _SHAPES[array.ndim].pack(code, array.ndim, *array.shape)
         if array.nbytes < INLINE_BYTES:
             return msgspec.msgpack.Ext(_INLINE, shape + array.tobytes())
-        self._beside.append(memoryview(np.ascontiguousarray(array)).cast("B"))
+        self._beside.append(np.ascontiguousarray(array).data.cast("B"))
         return msgspec.msgpack.Ext(_BESIDE, _INDEX.pack(len(self._beside)) + shape)
 
     def _decode_ext(self, code: int, data: memoryview) -> NDArray[Any]:

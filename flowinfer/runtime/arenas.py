@@ -1,16 +1,19 @@
-"""Sets KV memory aside: one anonymous file for each layout, a range of blocks for each CPU worker instance. Maps nothing."""
+"""KV memory: one anonymous file for each layout, a range of its blocks for each CPU worker instance."""
 
 from __future__ import annotations
 
+import mmap
 import os
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from flowinfer.engine.layout import KVLayout
 from flowinfer.graph.plan import Plan, WorkerPlan
 from flowinfer.runtime.boot import ArenaRange
 from flowinfer.runtime.loading import Loader, make_config
+from flowinfer.stage import Arena
 
 DEFAULT_KV_BYTES = 512 << 20  # per worker instance where the file names no size
 
@@ -73,11 +76,31 @@ def _place(shares: list[_Share], layout: KVLayout, into: Ranges) -> None:
 
 
 def anonymous_file(size: int) -> int:
-    """A file without a name that ends with its last user: a memfd, or where there is none an unlinked temporary file."""
+    """A file without a name that ends with its last user: a memfd, or an unlinked temporary file."""
     if hasattr(os, "memfd_create"):
         fd = os.memfd_create("flowinfer-kv", os.MFD_CLOEXEC)
     else:
         fd, path = tempfile.mkstemp(prefix="flowinfer-kv-")
-        os.unlink(path)
+        Path(path).unlink()
     os.ftruncate(fd, size)
     return fd
+
+
+def map_arena(share: ArenaRange) -> Arena:
+    """Maps the memory that the supervisor made; pages are only taken once they are written."""
+    memory = mmap.mmap(share.fd, share.num_blocks * share.layout.block_bytes)
+    return Arena(
+        buffer=memoryview(memory),
+        num_blocks=share.num_blocks,
+        first_block=share.first_block,
+        end_block=share.end_block,
+        shared=share.shared,
+        quarantined=share.quarantined,
+    )
+
+
+def private_arena(layout: KVLayout, size: int) -> Arena:
+    """Memory of this process alone."""
+    blocks = max(1, size // layout.block_bytes)
+    memory = memoryview(mmap.mmap(-1, blocks * layout.block_bytes))
+    return Arena(buffer=memory, num_blocks=blocks, first_block=0, end_block=blocks)

@@ -1,4 +1,4 @@
-"""One worker instance as the supervisor sees it: its process, its state, when to start it again. Decides nothing else."""
+"""One worker instance as the supervisor sees it: its process, its state, when to start it again."""
 
 from __future__ import annotations
 

@@ -12,7 +12,8 @@ from flowinfer.message import Event, Message
 from flowinfer.stage import Arena, Clock, Result, Shared
 
 if TYPE_CHECKING:
-    from flowinfer.runtime.group import Group, StageRun
+    from flowinfer.runtime.group import Group
+    from flowinfer.runtime.stage_run import StageRun
 
 
 class StageContext:

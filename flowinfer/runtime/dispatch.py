@@ -72,7 +72,7 @@ class HomeLanes:
 
 
 def rendezvous(key: str, names: Sequence[str]) -> str:
-    """The name of the highest score for key (rendezvous hashing, Thaler and Ravishankar 1998): stable as names come and go."""
+    """The name with the highest score for key: stable as names come and go (Thaler and Ravishankar, 1998)."""
     return max(names, key=lambda name: hashlib.blake2b(f"{key}\0{name}".encode(), digest_size=8).digest())
 
 

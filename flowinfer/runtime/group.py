@@ -1,4 +1,4 @@
-"""The stages of one worker in one loop, without sockets: inboxes, timers, background work, cancellation, containment."""
+"""The stages of one worker in one loop, without sockets: queues, timers, background work, cancellation, containment."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from flowinfer.message import Credit, Message
 
@@ -24,6 +24,11 @@ class Debt(NamedTuple):
     lane: str
     amount: int
     ids: tuple[str, ...] = ()
+
+
+def ids_of(messages: Sequence[Any]) -> tuple[str, ...]:
+    """Ids of messages of one type, if they have any."""
+    return tuple(message.id for message in messages) if hasattr(messages[0], "id") else ()
 
 
 class Inbox:
@@ -48,7 +53,7 @@ class Inbox:
     def receive(self, messages: Sequence[Message], debt: Debt, held_port: str = "") -> None:
         """Takes messages of one frame; debt is what each of them costs."""
         self.messages.extend(messages)
-        ids = tuple(message.id for message in messages) if hasattr(messages[0], "id") else ()
+        ids = ids_of(messages)
         if held_port and ids:
             self.held.update(((held_port, request), debt._replace(ids=(request,))) for request in ids)
         else:
@@ -91,7 +96,7 @@ class Grants:
         return self._shares[edge]
 
     def opening(self, edge: str, producer: str, lanes: Sequence[str]) -> list[Credit]:
-        """The grants for a producer that (again) connects: its share less what its predecessor's messages still take."""
+        """The grants for a producer that connects: its share less what its predecessor's messages still take."""
         share = self._shares[edge]
         for lane in lanes:
             self._due.pop((edge, producer, lane), None)

@@ -1,10 +1,9 @@
-"""The listening socket of the service: bound once by the supervisor, so that clients can queue while a front restarts."""
+"""The listening socket of the service: bound once by the supervisor, so that clients queue while a front restarts."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
-import os
 import socket
 from pathlib import Path
 
@@ -50,7 +49,7 @@ def _owner(port: int) -> str:
     for process in Path("/proc").glob("[0-9]*") if inodes else ():
         with contextlib.suppress(OSError):
             for fd in (process / "fd").iterdir():
-                if os.readlink(fd) in inodes:
+                if str(fd.readlink()) in inodes:
                     return f" by {(process / 'comm').read_text().strip()} (process {process.name})"
     return ""
 

@@ -32,6 +32,16 @@ def load_class(kind: str, *, base: Path | None = None, allow_local: bool = False
     return registry.load_stage(kind, base=base, allow_local=allow_local)
 
 
+class LoadStage:
+    """Finds stage classes for the stages of one plan."""
+
+    def __init__(self, base: Path, allow_local: bool) -> None:
+        self._base, self._allow_local = base, allow_local
+
+    def __call__(self, stage: StagePlan) -> type[Stage]:
+        return load_class(stage.kind, base=self._base, allow_local=self._allow_local)
+
+
 def make_config(cls: type[Stage], plan: StagePlan) -> StageConfig:
     """The settings of a stage. Raises StageError with its place in the file."""
     try:

@@ -16,7 +16,7 @@ from flowinfer.errors import FlowInferError
 
 
 def root() -> Path:
-    """The folder of all services of this user, which nobody else may enter. Raises FlowInferError when it's not ours."""
+    """The folder of all services of this user, which nobody else may enter. Raises FlowInferError if not ours."""
     path = Path(tempfile.gettempdir()) / f"flowinfer-{os.getuid()}"
     path.mkdir(mode=0o700, exist_ok=True)
     found = path.lstat()

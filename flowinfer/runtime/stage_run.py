@@ -33,7 +33,8 @@ class StageRun:
 
     def __init__(self, plan: StagePlan, stage: Stage, held: frozenset[str]) -> None:
         inputs, outputs = ports(type(stage))
-        names = [name for name in inspect.signature(type(stage).step).parameters if name != "self"]
+        step: Any = type(stage).step  # type: ignore[attr-defined]
+        names = [name for name in inspect.signature(step).parameters if name != "self"]
         self.plan = plan
         self.name = plan.name
         self.stage = stage
@@ -67,7 +68,7 @@ class StageRun:
     def runnable(self) -> bool:
         """True when `step` has something to do and room for what it gives.
 
-        The api is stepped even while its calls are full: texts must reach their clients, and new requests their refusal.
+        The api is stepped even while its calls are full: texts must reach clients, new requests their refusal.
         """
         return (any(self._lists) or self.stage.busy) and (self.name == API or not self.gated)
 

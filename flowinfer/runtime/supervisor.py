@@ -1,4 +1,4 @@
-"""Runs a service: listening socket, memory, worker processes, their deaths and restarts, draining. Never imports torch."""
+"""Runs a service: listening socket, memory, workers, their deaths and restarts, draining. Never imports torch."""
 
 from __future__ import annotations
 
@@ -20,8 +20,9 @@ from flowinfer.runtime.boot import ArenaRange, Boot, Report
 from flowinfer.runtime.child import Child
 from flowinfer.runtime.events import SUPERVISOR, Heartbeat, Opening, Ready, Stop
 from flowinfer.runtime.listening import address, listen
+from flowinfer.runtime.loading import LoadStage
+from flowinfer.runtime.mailbox import bind, load_keys
 from flowinfer.runtime.run_dir import RunDir
-from flowinfer.runtime.worker_main import LoadStage, bind, load_keys
 
 HUNG_S = 60.0  # without a heartbeat; a prefill step of a long prompt may take seconds on few cores
 LOADING_S = 1_800.0  # for `open`, which may convert a model
@@ -138,7 +139,12 @@ class Supervisor:
 
     def _check(self, child: Child, now: float) -> None:
         if child.state == "down":
-            if child.process is None and now >= child.restart_at and self._leases_known(child, now) and not self._signals:
+            if (
+                child.process is None
+                and now >= child.restart_at
+                and self._leases_known(child, now)
+                and not self._signals
+            ):
                 self._spawn(child)
         elif not child.alive:
             self._bury(child, now)
@@ -244,7 +250,9 @@ class Supervisor:
             self._tell_all(LeaseQuery(owner=child.name))
         if not self._signals:
             what = "died" if was_ready else "didn't start"
-            self._say(f"Worker {child.name} {what}: {report.error} Starting it again in {child.restart_at - now:.1f} s.")
+            self._say(
+                f"Worker {child.name} {what}: {report.error} Starting it again in {child.restart_at - now:.1f} s."
+            )
 
     def _note_leases(self, peer: Child, report: LeaseReport) -> None:
         owner = self.children.get(report.owner)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import mmap
 import os
 import shutil
 import signal
@@ -16,20 +15,19 @@ from pathlib import Path
 
 import msgspec
 
-from flowinfer.channel import Channel, Endpoints, Keys
+from flowinfer.channel import Channel, Endpoints
 from flowinfer.codec import schema_digest
 from flowinfer.engine.layout import KVLayout
 from flowinfer.errors import FlowInferError
-from flowinfer.graph.plan import NetworkPlan, StagePlan
-from flowinfer.runtime.boot import ArenaRange, Boot, Report
+from flowinfer.runtime.arenas import DEFAULT_KV_BYTES, map_arena, private_arena
+from flowinfer.runtime.boot import Boot, Report
 from flowinfer.runtime.clock import SystemClock
-from flowinfer.runtime.events import SUPERVISOR, Opening, Ready
+from flowinfer.runtime.events import SUPERVISOR, Ready
 from flowinfer.runtime.group import Host
-from flowinfer.runtime.loading import load_class
+from flowinfer.runtime.loading import LoadStage
+from flowinfer.runtime.mailbox import bind, load_keys
 from flowinfer.runtime.worker import Worker
-from flowinfer.stage import Arena, Stage
-
-PRIVATE_KV_BYTES = 512 << 20  # of a layout that the supervisor set no memory aside for
+from flowinfer.stage import Arena
 
 
 def main() -> None:
@@ -54,44 +52,15 @@ def serve(boot: Boot) -> None:
     channel = Channel(boot.name, boot.generation, epoch=boot.plan.epoch, keys=load_keys(boot.plan.network))
     endpoints = bind(channel, boot.plan.network, Path(boot.run_dir))
     channel.connect(SUPERVISOR, 1, Endpoints(boot.supervisor_data, boot.supervisor_control))
-    worker = Worker(boot.plan, boot.worker, _host(boot), _loader(boot), channel, clock=SystemClock())
-    worker.open(lambda stage: channel.send_event(SUPERVISOR, Opening(stage=stage)) and None)
+    load = LoadStage(Path(boot.plan.file).parent, boot.plan.allow_local)
+    worker = Worker(boot.plan, boot.worker, _host(boot), load, channel, clock=SystemClock())
+    worker.open(worker.announce_opening)
     channel.send_event(SUPERVISOR, Ready(data=endpoints.data, control=endpoints.control, schema=schema_digest()))
     try:
         worker.run()
     finally:
         worker.close()
         channel.close()
-
-
-def bind(channel: Channel, network: NetworkPlan, run_dir: Path) -> Endpoints:
-    """Opens the mailbox where the plan says."""
-    return channel.bind_ipc(run_dir) if network.transport == "ipc" else channel.bind_tcp(network.bind)
-
-
-def load_keys(network: NetworkPlan) -> Keys | None:
-    """The CURVE keys of the service, None when it has none. Raises FlowInferError when the file can't be read."""
-    if not network.curve_public_key:
-        return None
-    path = Path(network.curve_secret_key_file).expanduser()
-    try:
-        return Keys(network.curve_public_key, path.read_text().strip())
-    except OSError as error:
-        raise FlowInferError(f"the CURVE key file {path} can't be read: {error.strerror}.") from error
-
-
-def _loader(boot: Boot) -> "LoadStage":
-    return LoadStage(Path(boot.plan.file).parent, boot.plan.allow_local)
-
-
-class LoadStage:
-    """Finds stage classes for the stages of one plan."""
-
-    def __init__(self, base: Path, allow_local: bool) -> None:
-        self._base, self._allow_local = base, allow_local
-
-    def __call__(self, stage: StagePlan) -> type[Stage]:
-        return load_class(stage.kind, base=self._base, allow_local=self._allow_local)
 
 
 def _host(boot: Boot) -> Host:
@@ -102,30 +71,10 @@ def _host(boot: Boot) -> Host:
     def arena(layout: KVLayout) -> Arena:
         if layout.digest not in mapped:
             found = ranges.get(layout.digest)
-            mapped[layout.digest] = map_arena(found) if found else private_arena(layout, PRIVATE_KV_BYTES)
+            mapped[layout.digest] = map_arena(found) if found else private_arena(layout, DEFAULT_KV_BYTES)
         return mapped[layout.digest]
 
     return Host(arena=arena, device=boot.device, threads=boot.threads, listener=listener)
-
-
-def map_arena(share: ArenaRange) -> Arena:
-    """Maps the memory that the supervisor made; pages are only taken once they are written."""
-    memory = mmap.mmap(share.fd, share.num_blocks * share.layout.block_bytes)
-    return Arena(
-        buffer=memoryview(memory),
-        num_blocks=share.num_blocks,
-        first_block=share.first_block,
-        end_block=share.end_block,
-        shared=share.shared,
-        quarantined=share.quarantined,
-    )
-
-
-def private_arena(layout: KVLayout, size: int) -> Arena:
-    """Memory of this process alone."""
-    blocks = max(1, size // layout.block_bytes)
-    memory = memoryview(mmap.mmap(-1, blocks * layout.block_bytes))
-    return Arena(buffer=memory, num_blocks=blocks, first_block=0, end_block=blocks)
 
 
 def _outlive_nobody(boot: Boot) -> None:

@@ -1,0 +1,229 @@
+"""A whole service in this process, without sockets or HTTP: for `flowinfer test`, `flowinfer batch` and unit tests."""
+
+from __future__ import annotations
+
+import secrets
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+
+import msgspec
+
+from flowinfer.engine.layout import KVLayout
+from flowinfer.errors import FlowInferError, RequestError
+from flowinfer.graph.plan import API, Plan, StagePlan
+from flowinfer.message import Call, Cancel, Ended, Event, Failure, Piece, Serving, Text
+from flowinfer.runtime.arenas import DEFAULT_KV_BYTES, private_arena
+from flowinfer.runtime.clock import SystemClock
+from flowinfer.runtime.group import Group, Host
+from flowinfer.runtime.loading import LoadStage
+from flowinfer.stage import Arena, Clock, Stage
+
+Sink = Callable[[Piece | RequestError], None]
+Answer = list[Piece] | RequestError
+
+
+class LocalApi(Stage):
+    """Stands in for the HTTP gateway: calls come from this process, answers go to their sinks."""
+
+    kind = API
+    listens = (Failure,)
+
+    def open(self) -> None:
+        self._calls: deque[tuple[Call, Sink]] = deque()
+        self._sinks: dict[str, Sink] = {}
+
+    def add(self, call: Call, sink: Sink) -> None:
+        """Queues a call; for any thread."""
+        self._calls.append((call, sink))
+
+    @property
+    def busy(self) -> bool:
+        return bool(self._calls) and not self.ctx.full("call")
+
+    @property
+    def idle(self) -> bool:
+        """True when nothing waits and nothing is open."""
+        return not self._calls and not self._sinks
+
+    def step(self, texts: list[Text]) -> Iterable[Call]:
+        for text in texts:
+            for piece in text.pieces:
+                self._answer(piece)
+        while self._calls and not self.ctx.full("call"):
+            call, sink = self._calls.popleft()
+            self._sinks[call.id] = sink
+            yield call
+
+    def _answer(self, piece: Piece) -> None:
+        sink = self._sinks.get(piece.id)
+        if sink is None:
+            return
+        if piece.finish is not None:
+            del self._sinks[piece.id]
+            self.ctx.send(Ended(ids=[piece.id]))
+        sink(piece)
+
+    def observe(self, event: Event) -> None:
+        if isinstance(event, Failure) and event.id in self._sinks:
+            error = RequestError(event.status, event.message, code=event.code, param=event.param)
+            self._sinks.pop(event.id)(error)
+
+    def cancel(self, requests: Iterable[str]) -> None:
+        for request in requests:
+            sink = self._sinks.pop(request, None)
+            if sink is not None:
+                sink(RequestError(499, "The request was cancelled.", code="cancelled"))
+
+
+class LocalService:
+    """The graph of a plan, fused into one worker of this process; placement is ignored.
+
+    `stages` replaces classes by stage name. Step it by `turn` or `generate`, or let `start` do so in a thread. With
+    another api than LocalApi, `submit`, `cancel` and `generate` aren't there.
+    """
+
+    def __init__(
+        self, plan: Plan, *, stages: Mapping[str, type[Stage]] | None = None, clock: Clock | None = None
+    ) -> None:
+        own = dict(stages or {})
+        load = LoadStage(Path(plan.file).parent, plan.allow_local)
+        self._arenas: dict[str, Arena] = {}
+        self._kv_bytes = max((worker.kv_bytes for worker in plan.workers.values()), default=0) or DEFAULT_KV_BYTES
+        self._woken = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._stopping = False
+        self._error: Exception | None = None
+
+        def find(stage: StagePlan) -> type[Stage]:
+            return own[stage.name] if stage.name in own else LocalApi if stage.name == API else load(stage)
+
+        self.group = _LocalGroup(plan, Host(arena=self._arena), find, clock or SystemClock(), self._woken)
+
+    def open(self) -> None:
+        """Opens all stages. Raises StageError."""
+        self.group.open()
+        self.group.emit(Serving())
+
+    def close(self) -> None:
+        """Stops the thread, if there is one, and closes all stages."""
+        self._stopping = True
+        self._woken.set()
+        if self._thread is not None:
+            self._thread.join()
+        self.group.close()
+
+    def __enter__(self) -> LocalService:
+        self.open()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def stage(self, name: str) -> Stage:
+        """The stage object of this name."""
+        return self.group.by_name[name].stage
+
+    # -- requests ------------------------------------------------------------------------------------------------------
+
+    def submit(self, call: Call, sink: Sink) -> None:
+        """Queues a call; sink gets its pieces, or an error, in the loop's thread. For any thread."""
+        if call.sampling.seed is None:
+            call.sampling = msgspec.structs.replace(call.sampling, seed=secrets.randbits(31))
+        self._api.add(call, sink)
+        self._woken.set()
+
+    def cancel(self, ids: Sequence[str]) -> None:
+        """Stops requests; for any thread."""
+        self.group.emit(Cancel(ids=list(ids)))
+        self._woken.set()
+
+    def generate(self, calls: Iterable[Call]) -> dict[str, Answer]:
+        """Answers calls, stepping in this thread; all pieces of each, or its error, by id in the order of `calls`."""
+        answers: dict[str, Answer] = {}
+        for call in calls:
+            answers[call.id] = []
+            self.submit(call, lambda got, id=call.id: _collect(answers, id, got))  # type: ignore[misc]
+        while not self._api.idle:
+            self.turn()
+        return answers
+
+    @property
+    def _api(self) -> LocalApi:
+        api = self.group.by_name[API].stage if API in self.group.by_name else None
+        if not isinstance(api, LocalApi):
+            raise FlowInferError("this local service has no LocalApi.", help="Leave `api` out of `stages`.")
+        return api
+
+    # -- the loop ------------------------------------------------------------------------------------------------------
+
+    def turn(self) -> None:
+        """One turn of the loop; waits before it when there's nothing to do but something is under way."""
+        wait = self.group.wait_s()
+        if wait != 0:
+            self._woken.wait(min(wait, 1.0) if wait is not None else 1.0)
+        self._woken.clear()
+        self.group.turn()
+
+    def run_until_idle(self, max_turns: int = 1_000_000) -> int:
+        """Turns without waiting until nothing is to be done now (timers ahead don't count); returns the turns."""
+        for turns in range(max_turns):
+            self.group.turn()
+            if self.group.wait_s() != 0:
+                return turns + 1
+        raise FlowInferError(f"the service was still busy after {max_turns} turns.")
+
+    def start(self) -> None:
+        """Runs the loop in a thread of its own until `close`; `error` tells why it ended before."""
+        self._thread = threading.Thread(target=self._loop, name=f"flowinfer-{self.group.plan.name}", daemon=True)
+        self._thread.start()
+
+    @property
+    def error(self) -> Exception | None:
+        return self._error
+
+    def _loop(self) -> None:
+        try:
+            while not self._stopping:
+                self.turn()
+        except Exception as error:
+            self._error = error
+
+    def _arena(self, layout: KVLayout) -> Arena:
+        if layout.digest not in self._arenas:
+            self._arenas[layout.digest] = private_arena(layout, self._kv_bytes)
+        return self._arenas[layout.digest]
+
+
+class _LocalGroup(Group):
+    """A group of all stages, upstream first, that wakes the thread of its service."""
+
+    def __init__(
+        self, plan: Plan, host: Host, load: Callable[[StagePlan], type[Stage]], clock: Clock, woken: threading.Event
+    ) -> None:
+        self._woken = woken
+        super().__init__(plan, _upstream_first(plan), host, load, name="front.0", generation=1, clock=clock)
+        self.front = self.name
+
+    def wake(self) -> None:
+        self._woken.set()
+
+
+def _upstream_first(plan: Plan) -> list[StagePlan]:
+    """Stages in topological order, back edges and those into the api aside."""
+    ahead = [edge for edge in plan.edges if not edge.back and edge.target != API]
+    left, order = dict(plan.stages), list[StagePlan]()
+    while left:
+        waiting = {edge.target for edge in ahead if edge.source in left}
+        free = [name for name in left if name not in waiting] or list(left)
+        order += [left.pop(name) for name in free]
+    return order
+
+
+def _collect(answers: dict[str, Answer], request: str, got: Piece | RequestError) -> None:
+    pieces = answers[request]
+    if isinstance(got, RequestError):
+        answers[request] = got
+    elif isinstance(pieces, list):
+        pieces.append(got)
