@@ -57,7 +57,11 @@ class KVTransfer(Stage):
         self.engine = Engine.of(self.ctx, self.config.model, self.config.dtype)
         self.engine.on_release.append(lambda request: self.ctx.give_back("sequences", request))
         frames: Receiver = FrameReceiver(self.engine)
-        self.receivers: dict[str, Receiver] = {"local": LocalReceiver(), "shm": LeaseReceiver(self.engine), "tcp": frames}
+        self.receivers: dict[str, Receiver] = {
+            "local": LocalReceiver(),
+            "shm": LeaseReceiver(self.engine),
+            "tcp": frames,
+        }
         self.coming: dict[str, KVHandle] = {}
         self.ctx.offer("sequences", self.engine.pool.num_blocks)
 
@@ -120,7 +124,9 @@ class KVTransfer(Stage):
 
     def _late(self, request: str, handle: KVHandle) -> None:
         if self.coming.get(request) is handle:
-            self._abort(request, f"KV of {handle.owner} didn't arrive at {self.ctx.worker} in {self.config.deadline:g} s")
+            self._abort(
+                request, f"KV of {handle.owner} didn't arrive at {self.ctx.worker} in {self.config.deadline:g} s"
+            )
 
     def _abort(self, request: str, reason: str) -> None:
         self._drop(request, self.coming.pop(request))

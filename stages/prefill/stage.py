@@ -18,7 +18,9 @@ if TYPE_CHECKING:
     from flowinfer.engine.engine import Engine
     from flowinfer.engine.held import HeldKV
 
-_RETRY_S = 0.005  # how soon a prompt that found no credit or no block asks again; a freed block isn't an event of its own
+_RETRY_S = (
+    0.005  # how soon a prompt that found no credit or no block asks again; a freed block isn't an event of its own
+)
 
 
 class Prefill(Stage):
@@ -142,7 +144,9 @@ class Prefill(Stage):
 
     def _wait(self, now: float) -> None:
         self.blocked = True
-        for request in [id for id, since in self.since.items() if id in self.waiting and now - since > self.config.wait]:
+        for request in [
+            id for id, since in self.since.items() if id in self.waiting and now - since > self.config.wait
+        ]:
             self._forget(request)
             text = f"No KV blocks became free for this request in {self.config.wait:g} s."
             self.ctx.fail(request, RequestError(503, text, code="kv_exhausted", retry_after_s=self.config.wait))

@@ -82,7 +82,9 @@ class PoolMachine(RuleBasedStateMachine):
     @initialize(limit=st.integers(0, 6))
     def start(self, limit: int) -> None:
         self.cached: set[bytes] = set()
-        self.pool = KVPool(0, 6, cached_limit=limit, on_stored=self.cached.update, on_removed=self.cached.difference_update)
+        self.pool = KVPool(
+            0, 6, cached_limit=limit, on_stored=self.cached.update, on_removed=self.cached.difference_update
+        )
         self.holds: list[list[int]] = []
         self.serial = 0
 
