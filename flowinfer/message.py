@@ -22,7 +22,7 @@ FinishReason = Literal["stop", "length", "abort"]
 
 
 class Message(msgspec.Struct, array_like=True, kw_only=True):
-    """Base of everything that travels. `local` messages hold references to device memory and never leave their worker."""
+    """Base of all that travels. `local` messages hold references to device memory and never leave their worker."""
 
     local: ClassVar[bool] = False
 
@@ -35,7 +35,7 @@ class Message(msgspec.Struct, array_like=True, kw_only=True):
 
 
 class Sampling(msgspec.Struct, array_like=True, kw_only=True, frozen=True):
-    """How to choose tokens. temperature 0 is greedy. Penalties as in the OpenAI API; repetition_penalty as in CTRL (2019)."""
+    """How to choose tokens. temperature 0 is greedy. Penalties as OpenAI's; repetition_penalty as in CTRL (2019)."""
 
     max_tokens: int = 16
     min_tokens: int = 0
@@ -72,7 +72,7 @@ class Call(Message):
 
 
 class PrefixHint(msgspec.Struct, array_like=True, kw_only=True):
-    """What the cache is believed to hold of a prompt: owners of its leading blocks, in order. A hint, never a promise."""
+    """What the cache is believed to hold of a prompt: owners of its leading blocks. A hint, never a promise."""
 
     hashes: list[bytes] = []  # chain hashes of every full block of the prompt, cached or not
     owners: list[str] = []  # owners[i]: worker instance that holds block i; shorter than hashes
@@ -92,7 +92,7 @@ class Prompt(Message):
 
 
 class KVHandle(msgspec.Struct, array_like=True, kw_only=True):
-    """Where the KV of a sequence lies. blocks are int32 ids in the arena of `layout`, owned by `owner` at `generation`."""
+    """Where the KV of a sequence lies: int32 block ids in the arena of `layout`, owned by `owner` at `generation`."""
 
     layout: str
     owner: str
@@ -109,7 +109,7 @@ class Sequence(Prompt):
     kv: KVHandle | None = None
 
 
-# -------------------------------------------------------------------------------------- what comes out, a step at a time
+# ------------------------------------------------------------------------------------ what comes out, a step at a time
 
 
 class Opening(msgspec.Struct, array_like=True, kw_only=True):
@@ -183,7 +183,7 @@ class Text(Message):
     pieces: list[Piece]
 
 
-# -------------------------------------------------------- local messages: the decode loop, batch rows by slot, no copying
+# ------------------------------------------------------ local messages: the decode loop, batch rows by slot, no copying
 
 
 class Logits(Message):
@@ -253,7 +253,7 @@ class Credit(Event):
 
 
 class Moved(Event):
-    """These requests are now held by `worker` of this generation; goes to the gateway, whose ledger fails them if it dies."""
+    """These requests are now held by `worker`; goes to the gateway, whose ledger fails them if that one dies."""
 
     ids: list[str]
     worker: str = ""
@@ -261,7 +261,7 @@ class Moved(Event):
 
 
 class WorkerDown(Event):
-    """This generation of a worker is dead. Free what it leased, fail what it held, refuse what it still has in flight."""
+    """This generation of a worker is dead: free what it leased, fail what it held, refuse what it has in flight."""
 
     worker: str
     generation: int
@@ -326,7 +326,7 @@ class BlocksCleared(Event):
 
 
 class KVRelease(Event):
-    """The lessee is done with the blocks of this request. `commits`: blocks of the owner that it filled, with their names."""
+    """The lessee is done with the blocks of this request. `commits`: the owner's blocks that it filled, and names."""
 
     id: str
     lessee: str

@@ -1,8 +1,8 @@
 """The contract of a stage: settings, ports, facets, and the context that the worker hands it. Never imports torch.
 
 A stage turns a batch of messages into messages. Its ports are the annotations of `step`: each parameter is an input
-(`prompts: list[Prompt]`), each member of the returned `Iterable[A | B]` an output. Construction is cheap, `open()` loads,
-`step()` works and never blocks.
+(`prompts: list[Prompt]`), each member of the returned `Iterable[A | B]` an output. Construction is cheap, `open()`
+loads, `step()` works and never blocks.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class StageConfig(BaseModel):
 
 @dataclass(frozen=True)
 class ModelUse:
-    """The model that a stage loads, as written in the file. weights=False: only tokenizer, template and configuration."""
+    """The model that a stage loads, as the file names it. weights=False: only tokenizer, template, configuration."""
 
     model: str
     weights: bool = False
@@ -61,8 +61,8 @@ class Conflict:
 class Contract:
     """What a stage asks of a graph. The checker reads it without opening anything.
 
-    needs: facets that messages of an input port must carry, by port name.  adds, drops: facets that outputs gain or lose.
-    held: input ports whose credit the stage gives back itself (`ctx.give_back`), since it keeps their messages for long.
+    needs: facets that messages of an input port must carry, by port.  adds, drops: facets that outputs gain or lose.
+    held: input ports whose credit the stage gives back itself (`ctx.give_back`), since it keeps messages for long.
     units: unit of credit by input port where it isn't messages.  beside: kinds that must run in the same worker.
     reserves: the stage takes credit of its output edge with `ctx.reserve` before it works on a message.
     """
@@ -80,7 +80,7 @@ class Contract:
 
 @dataclass(frozen=True)
 class Port:
-    """One input (named after the parameter) or output (named after the message type, `Tokens` -> `tokens`) of a stage."""
+    """One input (named after its parameter) or output (named after its message, `Tokens` -> `tokens`) of a stage."""
 
     name: str
     message: type[Message]
@@ -100,7 +100,7 @@ class Clock(Protocol):
 class Arena:
     """Block memory of one KV layout. All CPU workers of a host map the same bytes and allocate from their own range.
 
-    buffer holds num_blocks blocks of layout.block_bytes each; this worker owns ids first_block up to end_block (exclusive).
+    buffer holds num_blocks blocks of layout.block_bytes each; this worker owns ids first_block to end_block, exclusive.
     quarantined: ids of that range that another worker still reads from this worker's dead predecessor; each becomes
     free when a KVRelease names its request.  shared: other workers see the same bytes.
     """
@@ -124,7 +124,9 @@ class Context(Protocol):
     clock: Clock
     listener: socket.socket | None  # the service's listening socket, in the front worker
 
-    def submit(self, fn: Callable[[], Result], then: Callable[[Result | BaseException], Iterable[Message] | None]) -> None:
+    def submit(
+        self, fn: Callable[[], Result], then: Callable[[Result | BaseException], Iterable[Message] | None]
+    ) -> None:
         """Runs fn in a small thread pool; `then` runs in the loop with its result or error, and may return messages."""
 
     def call_at(self, when: float, fn: Callable[[], Iterable[Message] | None]) -> None:
@@ -143,14 +145,14 @@ class Context(Protocol):
         """Returns the credit of a `held` port that the message of this request took; it has left the stage."""
 
     def offer(self, port: str, amount: int) -> None:
-        """Raises the credit that this instance grants on an input port; for `open`, once the stage knows its capacity."""
+        """Raises the credit granted on an input port; for `open`, once the stage knows its capacity."""
 
     def reserve(self, output: str, request: str, amount: int) -> str | None:
         """Takes `amount` of credit for `request` on the edge of this output port and binds it to one consumer instance.
 
-        Returns that instance's name, or None when no consumer has that much: ask again on a later step. The message sent
-        later for this request uses it; `unreserve` returns it when the request dies first. On an edge inside the worker
-        it is free and always granted: the name is this worker's own.
+        Returns that instance's name, or None when no consumer has that much: ask again on a later step. The message
+        sent later for this request uses it; `unreserve` returns it when the request dies first. On an edge inside the
+        worker it is free and always granted: the name is this worker's own.
         """
 
     def unreserve(self, output: str, request: str) -> None:
@@ -193,7 +195,7 @@ class Stage:
         return False
 
     def open(self) -> None:
-        """Loads what the stage needs. Slow is fine; errors raised here are shown with the stage and its place in the file."""
+        """Loads what the stage needs. Slow is fine; errors are shown with the stage and its place in the file."""
 
     def close(self) -> None:
         """Frees what `open` took."""
@@ -208,7 +210,7 @@ class Stage:
 
 def ports(stage: type[Stage]) -> tuple[tuple[Port, ...], tuple[Port, ...]]:
     """Inputs and outputs of a stage, from the annotations of `step`. Raises FlowInferError where they don't say."""
-    step = stage.step
+    step = getattr(stage, "step")  # noqa: B009 -- its signature is the subclass's own, so the base declares none
     try:
         hints = get_type_hints(step)
     except Exception as error:

@@ -1,7 +1,8 @@
 """The sequences that one engine decodes, as arrays by slot. Knows nothing of models or sockets.
 
 Legend: slot, the row of a sequence in every array here; it is reused, and `version` tells one tenant from the next.
-One owner per field: moe-decode adds and places (add, finish, blocks), spec-verify writes the history (tokens, num_tokens).
+One owner per field: moe-decode adds and places (add, finish, blocks), spec-verify writes the history (tokens,
+num_tokens).
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ class Batch:
         return len(self._free)
 
     def add(self, sequence: Sequence, history: Ids, blocks: Ids) -> int:
-        """Gives the sequence a slot. history: prompt and, after a preemption, its output so far; blocks: its KV so far."""
+        """Gives the sequence a slot. history: prompt and, after a preemption, output so far; blocks: its KV so far."""
         slot = self._free.pop()
         self.version[slot] += 1
         self.ids[slot], self.prompts[slot] = sequence.id, sequence

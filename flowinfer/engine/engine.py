@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from flowinfer.cache.keys import extend_chain
 from flowinfer.engine import hub
@@ -36,6 +37,7 @@ from flowinfer.message import (
     Prompt,
     WorkerDown,
 )
+from flowinfer.observe import metrics
 from flowinfer.stage import Arena, Context
 
 _ANY_LESSEE = "*"  # of blocks that outlived this worker's dead predecessor: whoever holds them will name the request
@@ -58,8 +60,9 @@ class Engine:
             arena.end_block,
             cached_limit=arena.end_block - arena.first_block,
             on_stored=lambda hashes: ctx.send(BlockStored(owner=ctx.worker, hashes=hashes)),
-            on_removed=lambda hashes: ctx.send(BlockRemoved(owner=ctx.worker, hashes=hashes)),
+            on_removed=self._on_removed,
         )
+        self._watch_pool()
         self.held: dict[str, HeldKV] = {}
         self.on_release: list[Callable[[str], None]] = []
         self.cost = StepTimeModel()
@@ -69,6 +72,17 @@ class Engine:
         self.last_step = (0, 0, 0.0)  # tokens, query-key pairs, seconds of the last forward pass
         for request, blocks in arena.quarantined.items():
             self._keep_for_lessee(request, list(blocks))
+
+    def _on_removed(self, hashes: list[bytes]) -> None:
+        metrics.counter("prefix_cache_evictions_total").inc(len(hashes))
+        self.ctx.send(BlockRemoved(owner=self.ctx.worker, hashes=hashes))
+
+    def _watch_pool(self) -> None:
+        pool = self.pool
+        metrics.gauge("kv_blocks").set(pool.num_blocks)
+        metrics.gauge("kv_blocks_free").set_function(lambda: pool.num_free)
+        metrics.gauge("kv_cache_usage_ratio").set_function(lambda: 1 - pool.num_free / max(1, pool.num_blocks))
+        metrics.gauge("prefix_cache_blocks").set_function(lambda: pool.num_cached)
 
     @classmethod
     def of(cls, ctx: Context, model: str, dtype: str) -> Engine:
@@ -156,7 +170,7 @@ class Engine:
             told(id)
 
     def drop_own_blocks(self, held: HeldKV, history: Ids) -> None:
-        """Frees the blocks that are ours (a preemption); what is cached or leased of them serves to come back sooner."""
+        """Frees the blocks that are ours (a preemption); what is cached or leased serves to come back sooner."""
         self.commit(held, history)
         self.pool.release(held.own_blocks)
         del held.blocks[held.num_leased :]
@@ -252,7 +266,7 @@ class Engine:
                 self._on_down(event)
 
     def copy_pinned(self, held: HeldKV, source: Ids) -> None:
-        """Copies cached blocks of another worker (arena ids) over the next blocks of `held` that aren't computed yet."""
+        """Copies cached blocks of another worker (arena ids) over the next blocks of `held`, not computed yet."""
         at = held.num_computed // self.layout.block_tokens
         target = held.blocks[at : at + len(source)]
         with torch.inference_mode():
@@ -261,7 +275,7 @@ class Engine:
         held.num_computed += len(source) * self.layout.block_tokens
         held.cached_tokens = held.num_computed
 
-    def write_block(self, block: int, data: np.ndarray) -> None:  # type: ignore[type-arg]
+    def write_block(self, block: int, data: NDArray[np.uint8]) -> None:
         """Fills a block of ours with the bytes of a KVData."""
         flat = torch.from_numpy(data.copy() if not data.flags.writeable else data).view(self.kv.dtype)
         self.kv[block].view(-1).copy_(flat)

@@ -1,7 +1,7 @@
 """Paged KV blocks: who holds which, which are cached by content, which go first. Knows only ids, never bytes.
 
-A block is free, held (refs > 0), or cached: named by the chain hash of its content and kept, least recently used first to
-go, until its room is needed. The tail of a sequence goes before its head, since a prefix is worth nothing without its head.
+A block is free, held (refs > 0), or cached: named by the chain hash of its content and kept, least recently used first
+to go, until its room is needed. The tail of a sequence goes before its head: a prefix is worth nothing without it.
 """
 
 from __future__ import annotations

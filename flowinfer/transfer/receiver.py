@@ -1,6 +1,6 @@
 """How the KV of a computed sequence comes into this worker: handed over, leased in shared memory, or pushed as frames.
 
-A receiver is the decode side of a KV edge. `auto` picks per sequence, by where its KV lies. Knows nothing of stages' queues.
+A receiver is the decode side of a KV edge. `auto` picks per sequence, by where its KV lies. Knows nothing of queues.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ class Receiver(Protocol):
     """One way to take over KV."""
 
     def accept(self, sequence: Sequence, handle: KVHandle) -> bool:
-        """Starts the transfer; True when the sequence can be decoded at once. Raises RequestError where it can't be done."""
+        """Starts the transfer; True when the sequence can be decoded at once. RequestError where it can't be done."""
 
     def receive(self, data: KVData) -> Sequence | None:
         """Takes one block; returns its sequence when that was the last one."""

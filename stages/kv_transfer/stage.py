@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Literal
 
 from flowinfer.errors import RequestError
 from flowinfer.message import Event, KVData, KVHandle, KVRelease, Message, Sequence, WorkerDown
+from flowinfer.observe import metrics
 from flowinfer.stage import Contract, ModelUse, Stage, StageConfig
 from flowinfer.units import Duration
 
@@ -27,8 +28,8 @@ class KVTransfer(Stage):
     class Config(StageConfig):
         """model, dtype: as in moe-decode, whose engine receives.
 
-        transport: `shm` leases blocks of the host's shared arena, `tcp` copies them as frames, `auto` takes shm where both
-        workers map one arena.  deadline: longest time for the blocks of one sequence to arrive.
+        transport: `shm` leases blocks of the host's shared arena, `tcp` copies them as frames, `auto` takes shm where
+        both workers map one arena.  deadline: longest time for the blocks of one sequence to arrive.
         """
 
         model: str = ""
@@ -62,7 +63,7 @@ class KVTransfer(Stage):
             "shm": LeaseReceiver(self.engine),
             "tcp": frames,
         }
-        self.coming: dict[str, KVHandle] = {}
+        self.coming: dict[str, tuple[KVHandle, float]] = {}
         self.ctx.offer("sequences", self.engine.pool.num_blocks)
 
     def step(self, sequences: list[Sequence]) -> Iterable[Sequence]:
@@ -79,29 +80,32 @@ class KVTransfer(Stage):
         if isinstance(event, KVData):
             sequence = self.receivers["tcp"].receive(event)
             if sequence is not None:
-                del self.coming[sequence.id]
+                self._count("tcp", *self.coming.pop(sequence.id))
                 return [sequence]
         elif isinstance(event, WorkerDown):
-            for request in [id for id, handle in self.coming.items() if handle.owner == event.worker]:
+            for request in [id for id, (handle, _) in self.coming.items() if handle.owner == event.worker]:
                 self._abort(request, f"worker {event.worker} died while its KV was on the way")
         return None
 
     def cancel(self, requests: Collection[str]) -> None:
         """Drops transfers under way; their owner learns that it may free the blocks."""
         for request in requests:
-            if handle := self.coming.pop(request, None):
-                self._drop(request, handle)
+            if self.coming.pop(request, None):
+                self._drop(request)
 
     def _accept(self, sequence: Sequence) -> bool:
         handle = sequence.kv
         assert handle is not None, "the checker lets only sequences with a kv facet through"
+        began = self.ctx.clock.now()
         if handle.layout != self.engine.layout.digest:
             raise RequestError(
                 500, f"KV of layout {handle.layout} can't be decoded with layout {self.engine.layout.digest}."
             )
-        if self.receivers[self._transport(handle)].accept(sequence, handle):
+        transport = self._transport(handle)
+        if self.receivers[transport].accept(sequence, handle):
+            self._count(transport, handle, began)
             return True
-        self.coming[sequence.id] = handle
+        self.coming[sequence.id] = (handle, began)
         self.ctx.call_at(self.ctx.clock.now() + self.config.deadline, lambda: self._late(sequence.id, handle))
         return False
 
@@ -123,15 +127,23 @@ class KVTransfer(Stage):
         return handle.transport if wanted == "auto" else wanted
 
     def _late(self, request: str, handle: KVHandle) -> None:
-        if self.coming.get(request) is handle:
+        if request in self.coming and self.coming[request][0] is handle:
             self._abort(
                 request, f"KV of {handle.owner} didn't arrive at {self.ctx.worker} in {self.config.deadline:g} s"
             )
 
     def _abort(self, request: str, reason: str) -> None:
-        self._drop(request, self.coming.pop(request))
+        del self.coming[request]
+        self._drop(request)
+        metrics.counter("transfer_failures_total").labels(reason="late_or_dead").inc()
         self.ctx.fail(request, RequestError(503, f"Edge into {self.ctx.stage}: {reason}.", code="kv_transfer"))
 
-    def _drop(self, request: str, handle: KVHandle) -> None:
+    def _count(self, transport: str, handle: KVHandle, began: float) -> None:
+        if transport != "local":
+            size = self.engine.layout.blocks_for(handle.num_tokens) * self.engine.layout.block_bytes
+            metrics.counter("transfer_bytes_total").labels(transport=transport).inc(size)
+            metrics.histogram("transfer_seconds").labels(transport=transport).observe(self.ctx.clock.now() - began)
+
+    def _drop(self, request: str) -> None:
         self.receivers["tcp"].cancel(request)
         self.engine.release(request)

@@ -11,7 +11,8 @@ from numpy.typing import NDArray
 def blocks_short(num_tokens: NDArray[np.int32], num_blocks: NDArray[np.int32], block_tokens: int) -> NDArray[np.int32]:
     """Blocks that each sequence lacks to hold num_tokens tokens, at least 0; int32 [S]."""
     needed = -(-num_tokens // block_tokens) - num_blocks
-    return np.maximum(needed, 0).astype(np.int32)
+    short: NDArray[np.int32] = np.maximum(needed, 0).astype(np.int32)
+    return short
 
 
 def youngest(slots: Iterable[int], admitted: NDArray[np.int64]) -> int:

@@ -14,6 +14,7 @@ import numpy as np
 from flowinfer.engine.held import KV_EVENTS, Run
 from flowinfer.errors import RequestError
 from flowinfer.message import Event, Ids, Logits, Message, Proposal, Sequence
+from flowinfer.observe import metrics
 from flowinfer.stage import Contract, ModelUse, Stage, StageConfig
 from flowinfer.stages.moe_decode.policy import blocks_short, youngest
 from flowinfer.units import Duration, TokenCount
@@ -83,6 +84,7 @@ class MoeDecode(Stage):
         self.num_steps = 0
         self.num_preemptions = 0
         self.stalled = False
+        metrics.gauge("batch_sequences").labels(stage=self.ctx.stage).set_function(lambda: len(self.batch))
         self.ran = np.zeros(self.config.max_batch, np.int64)  # version of each slot when it last ran
 
     @property
@@ -208,9 +210,10 @@ class MoeDecode(Stage):
         self.batch.remove(slot)
         self._queue_to_resume(sequence, history)
         self.num_preemptions += 1
+        metrics.counter("preemptions_total").inc()
 
     def _queue_to_resume(self, sequence: Sequence, history: Ids) -> None:
-        """In front, since it is older than all that were preempted before; one half computed again yields its blocks."""
+        """In front, since it is older than all preempted before; one that is half computed again yields its blocks."""
         for other, tokens in self.resuming.values():
             self.engine.drop_own_blocks(self.engine.held[other.id], tokens)
         self.resuming = {sequence.id: (sequence, history), **self.resuming}
@@ -254,7 +257,7 @@ class MoeDecode(Stage):
         del self.resuming[sequence.id]
         self.engine.release(sequence.id, history)
         self.engine.starved = bool(self.resuming)
-        text = f"At {len(history)} tokens this sequence is longer than the KV memory of {self.ctx.worker}: raise kv_memory."
+        text = f"At {len(history)} tokens this sequence outgrew the KV memory of {self.ctx.worker}: raise kv_memory."
         self.ctx.fail(sequence.id, RequestError(503, text, code="kv_exhausted"))
 
     def _free_finished(self, slot: int) -> None:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Literal
 from flowinfer.engine.held import KV_EVENTS, Run
 from flowinfer.errors import RequestError
 from flowinfer.message import Event, KVPin, KVPinned, KVUnpin, Message, Prompt, Sequence, WorkerDown
+from flowinfer.observe import metrics
 from flowinfer.stage import Contract, ModelUse, Stage, StageConfig
 from flowinfer.units import Duration, TokenCount
 
@@ -29,7 +30,7 @@ class Prefill(Stage):
     listens = (KVPinned, *KV_EVENTS)
 
     class Config(StageConfig):
-        """model: name, folder, GGUF or hub id.  dtype: of weights and KV; auto is bfloat16 where the device is fast at it.
+        """model: name, folder, GGUF or hub id.  dtype: of weights and KV; auto is the checkpoint's own.
 
         step_budget: longest time that one step may keep the device.  token_budget: a fixed number of tokens a step
         instead, for comparison.  max_prompts: prompts being computed at once.  wait: longest wait for KV blocks.
@@ -218,6 +219,8 @@ class Prefill(Stage):
             self.ready.append(request)
             return
         kv = self.engine.lend(request, lessee)
+        metrics.counter("prefix_cache_queries_tokens_total").inc(len(prompt.tokens))
+        metrics.counter("prefix_cache_hits_tokens_total").inc(kv.cached_tokens)
         self._forget(request, sent=True)
         yield Sequence(**{name: getattr(prompt, name) for name in Prompt.__struct_fields__}, kv=kv)
 

@@ -1,4 +1,4 @@
-"""prefill, kv-transfer, moe-decode and spec-verify together on a small random model: whatever happens, the same tokens."""
+"""prefill, kv-transfer, moe-decode, spec-verify together on a small random model: whatever happens, the same tokens."""
 
 from __future__ import annotations
 
