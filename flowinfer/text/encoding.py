@@ -37,8 +37,11 @@ class Encoder:
         parts = self._runs(segments)
         texts = [part for part in parts if isinstance(part, str)]
         opens = bool(parts) and isinstance(parts[0], str)
-        encoded = iter(self._encode_runs(texts[:1], first=True) + self._encode_runs(texts[1:], first=False) if opens
-                       else self._encode_runs(texts, first=False))
+        encoded = iter(
+            self._encode_runs(texts[:1], first=True) + self._encode_runs(texts[1:], first=False)
+            if opens
+            else self._encode_runs(texts, first=False)
+        )
         ids: list[int] = []
         for part in parts:
             ids += next(encoded) if isinstance(part, str) else [part]

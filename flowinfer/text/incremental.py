@@ -19,7 +19,9 @@ class Glyphs:
     hidden ids give nothing. opening_strip: leading spaces to take off a text's first token, -1 for all.
     """
 
-    def __init__(self, token_bytes: Sequence[bytes], hidden: frozenset[int] = frozenset(), opening_strip: int = 0) -> None:
+    def __init__(
+        self, token_bytes: Sequence[bytes], hidden: frozenset[int] = frozenset(), opening_strip: int = 0
+    ) -> None:
         self.data = [b"" if index in hidden else data for index, data in enumerate(token_bytes)]
         self.text = [_whole(data) for data in self.data]
         self.opening_strip = opening_strip
@@ -46,7 +48,7 @@ def strip_opening(data: bytes, count: int) -> bytes:
 
 
 class ByteStream:
-    """Characters out of tokens' bytes. A byte that can't become a character turns into U+FFFD as soon as that is certain."""
+    """Characters out of tokens' bytes. A byte that can't become one turns into U+FFFD once that is certain."""
 
     __slots__ = ("_decoder", "_glyphs", "_opening")
 
@@ -92,16 +94,17 @@ class Match(NamedTuple):
 class StopScanner:
     """Watches text for stop strings and holds back what may become one."""
 
-    __slots__ = ("_held", "_stops")
+    __slots__ = ("_firsts", "_held", "_stops")
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = [stop for stop in stops if stop]
+        self._firsts = {stop[0] for stop in self._stops}
         self._held = ""
 
     def push(self, text: str, *, armed: bool = True) -> str | Match:
         """Text that is free to go, or the match. Stops completed while not armed are let through."""
-        if not text:
-            return ""
+        if not self._held and not any([first in text for first in self._firsts]):
+            return text  # the usual case: nothing of a stop in sight
         buffer = self._held + text
         match = self._find(buffer, len(self._held)) if armed else None
         if match is not None:

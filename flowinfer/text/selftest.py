@@ -1,12 +1,10 @@
-"""Checks a chat template on benign conversations before it serves any: same text as plain Jinja, same ids as plain encoding."""
+"""Checks a chat template on harmless conversations before it serves any: Jinja's own text, the reference's ids."""
 
 from __future__ import annotations
 
-import jinja2
-
 from flowinfer.errors import ModelError, RequestError
 from flowinfer.text.encoding import Encoder
-from flowinfer.text.template import ChatTemplate, Messages
+from flowinfer.text.template import RENDER_ERRORS, ChatTemplate, Messages
 from flowinfer.text.vocabulary import Vocabulary
 
 _USER = {"role": "user", "content": "What is the capital of France?"}
@@ -30,7 +28,7 @@ def _check(
 ) -> bool:
     try:
         wanted = template.render_untraced(messages, add_generation_prompt=prompted)
-    except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError):
+    except RENDER_ERRORS:
         return False  # many formats know no system role
     try:
         segments = template.render(messages, add_generation_prompt=prompted)
@@ -51,4 +49,6 @@ def _check(
 
 def _suspects(template: ChatTemplate) -> str:
     features = template.untraced_features()
-    return (f"It uses {', '.join(features)}. " if features else "") + "Set `template` of recipe-tokenize to another one."
+    return (
+        f"It uses {', '.join(features)}. " if features else ""
+    ) + "Set `template` of recipe-tokenize to another one."

@@ -1,7 +1,7 @@
 """Renders any Jinja chat template into control and plain segments. Knows nothing of tokens.
 
-The template's syntax tree is changed before it is compiled: its text and its string constants become `Traced` strings, and
-`~` a join that keeps their spans. Values from a request stay plain. So who wrote a character is known from where it
+The template's syntax tree is changed before it is compiled: its text and its string constants become `Traced` strings,
+and `~` a join that keeps their spans. Values from a request stay plain. So who wrote a character is known from where it
 came, and no rendered string is ever searched for markers.
 """
 
@@ -25,8 +25,21 @@ from flowinfer.text.traced import Segment, Traced, join_traced, segments_of
 
 # A role of this list is one of a few words, not free text: templates build markers of it, as in '<|' + role + '|>'.
 ROLES = frozenset({"system", "developer", "user", "assistant", "tool", "function", "ipython"})
-TRACED_FILTERS = frozenset({"trim", "join", "replace", "upper", "lower", "capitalize", "string", "default", "d", "safe", "format"})
+TRACED_FILTERS = frozenset(
+    {"trim", "join", "replace", "upper", "lower", "capitalize", "string", "default", "d", "safe", "format"}
+)
+_TRACED_METHODS = frozenset(Traced.__dict__) | {"startswith", "endswith", "find", "count", "format"}
 _SLOT = re.compile(r"\{\{|\}\}|\{\}")
+# What a template can run into over odd values of a request.
+RENDER_ERRORS = (
+    jinja2.TemplateError,
+    TypeError,
+    ValueError,
+    LookupError,
+    AttributeError,
+    ArithmeticError,
+    RecursionError,
+)
 Messages = Sequence[Mapping[str, Any]]
 
 
@@ -47,7 +60,12 @@ class ChatTemplate:
         self._template = _compile(source, TracingEnvironment(self._environment))
 
     def render(
-        self, messages: Messages, tools: list[dict[str, Any]] | None = None, *, add_generation_prompt: bool = True, **arguments: Any
+        self,
+        messages: Messages,
+        tools: list[dict[str, Any]] | None = None,
+        *,
+        add_generation_prompt: bool = True,
+        **arguments: Any,
     ) -> list[Segment]:
         """The conversation as segments. Raises RequestError (400) with the template's own words where it refuses."""
         taken = [name for name in arguments if name in self._environment.globals or name in _RESERVED]
@@ -58,30 +76,32 @@ class ChatTemplate:
         try:
             return segments_of(self._template.render(values, messages=_with_roles(messages), tools=tools))
         except TemplateRefusal as error:
-            raise RequestError(400, f"The chat template refuses: {error}", code="chat_template", param="messages") from error
-        except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError, RecursionError) as error:
+            raise RequestError(
+                400, f"The chat template refuses: {error}", code="chat_template", param="messages"
+            ) from error
+        except RENDER_ERRORS as error:
             message = f"The chat template can't render this conversation: {error}"
             raise RequestError(400, message, code="chat_template", param="messages") from error
 
     def render_untraced(self, messages: Messages, **arguments: Any) -> str:
         """What plain Jinja makes of it: the yardstick of the self-test. Raises jinja2.TemplateError."""
         template = self._environment.from_string(self.source)
-        return template.render({"add_generation_prompt": True, **arguments, **self._variables}, messages=messages, tools=None)
+        return template.render(
+            {"add_generation_prompt": True, **arguments, **self._variables}, messages=messages, tools=None
+        )
 
     def untraced_features(self) -> list[str]:
         """Names of filters and methods in the template whose results count as plain text."""
         tree = self._environment.parse(self.source)
         filters = {f"|{node.name}" for node in tree.find_all(nodes.Filter) if node.name not in TRACED_FILTERS}
-        methods = {
-            f".{call.node.attr}()"
-            for call in tree.find_all(nodes.Call)
-            if isinstance(call.node, nodes.Getattr) and not hasattr(Traced, "_" + call.node.attr)
-            and call.node.attr in dir(str) and call.node.attr not in Traced.__dict__
-        }
-        return sorted(filters | methods)
+        called = {call.node.attr for call in tree.find_all(nodes.Call) if isinstance(call.node, nodes.Getattr)}
+        untraced = {name for name in called if hasattr(str, name) and name not in _TRACED_METHODS}
+        return sorted(filters | {f".{name}()" for name in untraced})
 
 
-_RESERVED = frozenset({"messages", "tools", "bos_token", "eos_token", "unk_token", "pad_token", "self", "loop", "caller"})
+_RESERVED = frozenset(
+    {"messages", "tools", "bos_token", "eos_token", "unk_token", "pad_token", "self", "loop", "caller"}
+)
 
 
 def _with_roles(messages: Messages) -> list[dict[str, Any]]:
@@ -137,7 +157,7 @@ def _tojson(
 class TracingEnvironment(ImmutableSandboxedEnvironment):
     """A sandbox whose joins keep spans; the template's strings hang on it as attributes `author_0`, `author_1`, …"""
 
-    concat = staticmethod(join_traced)  # type: ignore[assignment]
+    concat = staticmethod(join_traced)
 
     def __init__(self, base: ImmutableSandboxedEnvironment) -> None:
         super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
@@ -148,9 +168,9 @@ class TracingEnvironment(ImmutableSandboxedEnvironment):
     def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
         wrapped = super().wrap_str_format(value)
         text = getattr(value, "__self__", None)
-        if wrapped is None or not isinstance(text, Traced) or re.sub(_SLOT, "", text).strip("{}") != re.sub(_SLOT, "", text):
-            return wrapped
-        return lambda *args, **kwargs: text._fill(_SLOT, iter(args))
+        if wrapped is None or not isinstance(text, Traced) or {"{", "}"} & set(_SLOT.sub("", text)):
+            return wrapped  # slots with names, numbers or formats: the result is plain
+        return lambda *args, **kwargs: text.fill(_SLOT, args)
 
 
 def _safe(value: Any) -> Any:
@@ -214,7 +234,9 @@ def _compile(source: str, env: TracingEnvironment) -> jinja2.Template:
         tree = env.parse(source)
         banned = next(tree.find_all((nodes.Extends, nodes.Include, nodes.Import, nodes.FromImport)), None)
         if banned is not None:
-            raise ModelError(f"The chat template loads another template in line {banned.lineno}, which isn't supported.")
+            raise ModelError(
+                f"The chat template loads another template in line {banned.lineno}, which isn't supported."
+            )
         tree = _Tracer(env).visit(tree)
         nodes.Node.set_environment(tree, env)
         for node in tree.find_all(nodes.Expr):

@@ -15,7 +15,7 @@ _PERCENT = re.compile(r"%(?:s|%|(.))", re.DOTALL)
 
 
 class Segment(NamedTuple):
-    """A stretch of a rendered prompt: control text is the template's own, plain text is a user's or of unknown origin."""
+    """A stretch of a rendered prompt: control is the template's own, plain a user's or of unknown origin."""
 
     control: bool
     text: str
@@ -64,14 +64,15 @@ class Traced(str):
         given = values if isinstance(values, tuple) else (values,)
         if len(given) != sum(match[0] == "%s" for match in _PERCENT.finditer(self)):
             return str.__mod__(self, values)  # raises what Python raises
-        return self._fill(_PERCENT, iter(given))
+        return self.fill(_PERCENT, given)
 
-    def _fill(self, slot: re.Pattern[str], values: Any) -> str:
+    def fill(self, slot: re.Pattern[str], values: Sequence[Any]) -> str:
+        """The string with a value in each slot; what matches as a doubled character stands for that character."""
         parts: list[str] = []
-        at = 0
+        at, rest = 0, iter(values)
         for match in slot.finditer(self):
             literal = match[0] in ("%%", "{{", "}}")
-            parts += [self.cut(at, match.start()), match[0][1:] if literal else str(next(values))]
+            parts += [self.cut(at, match.start()), match[0][1:] if literal else str(next(rest))]
             at = match.end()
         return join_traced([*parts, self.cut(at, len(self))])
 
@@ -107,10 +108,10 @@ class Traced(str):
     def removesuffix(self, suffix: str, /) -> str:
         return self.cut(0, len(str.removesuffix(self, suffix)))
 
-    def split(self, sep: str | None = None, maxsplit: SupportsIndex = -1) -> list[str]:  # type: ignore[override]
+    def split(self, sep: str | None = None, maxsplit: SupportsIndex = -1) -> list[str]:
         return self._locate(str.split(self, sep, maxsplit), len(sep or ""))
 
-    def rsplit(self, sep: str | None = None, maxsplit: SupportsIndex = -1) -> list[str]:  # type: ignore[override]
+    def rsplit(self, sep: str | None = None, maxsplit: SupportsIndex = -1) -> list[str]:
         return self._locate(str.rsplit(self, sep, maxsplit), len(sep or ""))
 
     def partition(self, sep: str, /) -> tuple[str, str, str]:
@@ -140,7 +141,7 @@ class Traced(str):
     def _recase(self, text: str) -> str:
         return Traced(text, self.spans) if len(text) == len(self) else text  # ß grows: positions no longer fit
 
-    def replace(self, old: str, new: str, count: SupportsIndex = -1, /) -> str:  # type: ignore[override]
+    def replace(self, old: str, new: str, count: SupportsIndex = -1, /) -> str:
         """As str.replace; what replaces plain text is plain too, so that user text can't ask for a marker."""
         limit = count.__index__()
         if not old:

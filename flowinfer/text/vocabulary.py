@@ -1,4 +1,4 @@
-"""Reads tokenizer.json: one tokenizer that knows the control tokens, one that can't produce them, and each token's bytes.
+"""Reads tokenizer.json: a tokenizer that knows the control tokens, one that can't give them, each token's bytes.
 
 The second is the same file less its added vocabulary, and less the control tokens' entries and merges in the model, so
 that plain text can't reach them even where the model's vocabulary lists them.
@@ -49,7 +49,9 @@ class Vocabulary:
         try:
             return cls(json.loads(path.read_text(encoding="utf-8")))
         except FileNotFoundError as error:
-            raise ModelError(f"{path} is missing.", help="Pull the model again, or point at a Hugging Face folder.") from error
+            raise ModelError(
+                f"{path} is missing.", help="Pull the model again, or point at a Hugging Face folder."
+            ) from error
         except ModelError:
             raise
         except Exception as error:  # the tokenizers library raises bare Exception
@@ -151,5 +153,3 @@ def _sentencepiece(token: str) -> bytes:
     if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
         return bytes.fromhex(token[3:5])
     return token.replace(_SPACE, " ").encode()
-
-

@@ -24,7 +24,9 @@ class Stream:
         self._tokens: list[int] = []  # taken in, but their text isn't out yet
         self._logprobs: list[TextLogprob] = []
 
-    def advance(self, tokens: list[int], logprobs: Sequence[TextLogprob] = (), finish: Finish | None = None) -> Piece | None:
+    def advance(
+        self, tokens: list[int], logprobs: Sequence[TextLogprob] = (), finish: Finish | None = None
+    ) -> Piece | None:
         """Takes a step's tokens; gives the text that they set free, None if there's nothing to send yet."""
         rendered = len(tokens) - _ends_unseen(tokens, finish)
         text, stop = self._take(tokens, rendered, logprobs)

@@ -82,10 +82,10 @@ class Detokenize(Stage):
         return Text(step=batch.step, pieces=pieces)
 
     def _logprob(self, entry: TokenLogprob) -> TextLogprob:
-        data = self._tokenizer.token_bytes(entry.token)
-        top = [(*_shown(self._tokenizer.token_bytes(token)), logprob) for token, logprob in entry.top]
-        return TextLogprob(data.decode("utf-8", "replace"), entry.logprob, data, [(text, lp, raw) for text, raw, lp in top])
+        text, data = self._shown(entry.token)
+        top = [(text, logprob, data) for token, logprob in entry.top for text, data in (self._shown(token),)]
+        return TextLogprob(text, entry.logprob, data, top)
 
-
-def _shown(data: bytes) -> tuple[str, bytes]:
-    return data.decode("utf-8", "replace"), data
+    def _shown(self, token: int) -> tuple[str, bytes]:
+        data = self._tokenizer.token_bytes(token)
+        return data.decode("utf-8", "replace"), data

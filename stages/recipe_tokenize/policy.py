@@ -27,6 +27,8 @@ def _message(message: Mapping[str, Any], where: str) -> dict[str, Any]:
         raise _bad(where, f"{where} must be an object with a string `role`.")
     clean = {**message, "content": _content(message.get("content"), f"{where}.content")}
     if calls := message.get("tool_calls"):
+        if not isinstance(calls, list):
+            raise _bad(f"{where}.tool_calls", f"{where}.tool_calls must be a list.")
         clean["tool_calls"] = [_tool_call(call, f"{where}.tool_calls[{place}]") for place, call in enumerate(calls)]
     return clean
 
@@ -74,11 +76,13 @@ def fit(sampling: Sampling, *, prompt_tokens: int, context: int, eos_ids: Iterab
 
 
 def check_length(prompt_tokens: int, *, context: int, limit: int | None, param: str) -> None:
-    """Raises RequestError (400) for a prompt that is empty, leaves no room for an answer, or exceeds the stage's limit."""
+    """Raises RequestError (400) for a prompt that is empty, leaves no room for an answer, or exceeds `limit`."""
     if not prompt_tokens:
         raise _bad(param, f"`{param}` gives no token at all.")
     if prompt_tokens > context - 1:
-        message = f"The prompt has {prompt_tokens} tokens; the model's context of {context} leaves room for {context - 1}."
+        message = (
+            f"The prompt has {prompt_tokens} tokens; the model's context of {context} leaves room for {context - 1}."
+        )
         raise RequestError(400, message, code="context_length_exceeded", param=param)
     if limit is not None and prompt_tokens > limit:
         message = f"The prompt has {prompt_tokens} tokens; this service takes {limit}."
@@ -86,12 +90,17 @@ def check_length(prompt_tokens: int, *, context: int, limit: int | None, param: 
 
 
 def num_chars(value: Any) -> int:
-    """Characters of all strings in a JSON value: what tokenizing it will cost."""
-    if isinstance(value, str):
-        return len(value)
-    if isinstance(value, Mapping):
-        return sum(num_chars(key) + num_chars(item) for key, item in value.items())
-    return sum(map(num_chars, value)) if isinstance(value, (list, tuple)) else 0
+    """Characters of all strings in a JSON value, however deep: what tokenizing it will cost."""
+    total, rest = 0, [value]
+    while rest:
+        item = rest.pop()
+        if isinstance(item, str):
+            total += len(item)
+        elif isinstance(item, Mapping):
+            rest += [*item.keys(), *item.values()]
+        elif isinstance(item, (list, tuple)):
+            rest += item
+    return total
 
 
 def _bad(param: str, message: str) -> RequestError:

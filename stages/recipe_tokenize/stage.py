@@ -37,12 +37,13 @@ class RecipeTokenize(Stage):
         from flowinfer.engine.hub import resolve
         from flowinfer.text.tokenizer import load_tokenizer
 
-        self.use(load_tokenizer(resolve(self.config.model)))
+        folder = resolve(self.config.model)
+        self.use(self.ctx.shared(("tokenizer", str(folder)), lambda: load_tokenizer(folder)))
 
     def use(self, tokenizer: TextTokenizer) -> None:
         """Works with this tokenizer. Raises ModelError where its templates can't be followed or read."""
         if self.config.template:
-            tokenizer.use_template(_read(self.config.template))
+            tokenizer = tokenizer.with_template(_read(self.config.template))
         tokenizer.check_templates()
         self.tokenizer = tokenizer
         self._pooled: set[str] = set()
@@ -79,7 +80,7 @@ class RecipeTokenize(Stage):
         return []
 
     def _prompt(self, call: Call) -> Prompt:
-        """The call as a prompt. Raises RequestError. Runs in the loop or in the pool, so it touches nothing of the stage."""
+        """The call as a prompt. Raises RequestError. Runs in the loop or in the pool, so it changes nothing here."""
         tokens, context = self._tokens(call), self.tokenizer.context_length
         param = "prompt" if call.messages is None else "messages"
         policy.check_length(len(tokens), context=context, limit=self.config.max_prompt_tokens, param=param)
@@ -101,7 +102,9 @@ class RecipeTokenize(Stage):
         if isinstance(call.prompt, str):
             return self.tokenizer.encode_prompt(call.prompt)
         if call.prompt is None:
-            raise RequestError(400, "The request has neither `messages` nor `prompt`.", code="missing", param="messages")
+            raise RequestError(
+                400, "The request has neither `messages` nor `prompt`.", code="missing", param="messages"
+            )
         return self._checked(np.asarray(call.prompt))
 
     def _checked(self, ids: np.ndarray) -> Ids:

@@ -15,12 +15,14 @@ from flowinfer.text.vocabulary import Vocabulary
 
 TEMPLATES = Path(__file__).parent / "templates"
 TINY = Path(__file__).parents[1] / "data" / "tiny_chat"
-SPECIAL = (
-    "<s> </s> <|im_start|> <|im_end|> <|start_header_id|> <|end_header_id|> <|eot_id|> [INST] [/INST] <｜User｜> "
-    "<｜Assistant｜> <｜end▁of▁sentence｜> <｜tool▁outputs▁begin｜> <｜tool▁outputs▁end｜> <start_of_turn> <end_of_turn> "
-    "<|user|> <|system|> <|assistant|> <|tool|> <|/tool|> <|end|>"
-).split()
-MARKERS = "<think> </think> <tool_call> </tool_call> <tool_response> </tool_response>".split()  # added, not special
+SPECIAL = [
+    "<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>",
+    "[INST]", "[/INST]", "<｜User｜>", "<｜Assistant｜>", "<｜end▁of▁sentence｜>",
+    "<｜tool▁outputs▁begin｜>", "<｜tool▁outputs▁end｜>",
+    "<start_of_turn>", "<end_of_turn>", "<|user|>", "<|system|>", "<|assistant|>", "<|tool|>", "<|/tool|>", "<|end|>",
+]  # fmt: skip
+# Added, but not special.
+MARKERS = ["<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>"]
 WORDS = "What is the capital of France Paris user system assistant model tool think start end im INST"
 
 
@@ -50,7 +52,10 @@ def byte_level() -> dict[str, Any]:
     tokenizer = Tokenizer(models.BPE(vocab, merges))
     # Splits by characters, not words, so that whole markers reach the merges.
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Split(Regex("\\s+"), "merged_with_next"), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+        [
+            pre_tokenizers.Split(Regex("\\s+"), "merged_with_next"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
     )
     tokenizer.decoder = decoders.ByteLevel()
     tree: dict[str, Any] = json.loads(tokenizer.to_str())

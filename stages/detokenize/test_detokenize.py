@@ -1,0 +1,196 @@
+"""The stage over whole steps: stops that span tokens, cancels upstream, usage, logprobs, nothing left behind."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from flowinfer.message import Cancel, Ended, Event, Finish, Opening, Piece, Sampling, TokenLogprob, Tokens
+from flowinfer.stage import ports
+from flowinfer.stages.detokenize.stage import Detokenize
+from flowinfer.text.tokenizer import TextTokenizer, load_tokenizer
+
+TINY = Path(__file__).resolve().parents[2] / "tests" / "data" / "tiny_chat"
+
+
+@dataclass
+class FakeContext:
+    sent: list[Event] = field(default_factory=list)
+
+    def send(self, event: Event, to: str | None = None) -> None:
+        self.sent.append(event)
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> TextTokenizer:
+    return load_tokenizer(TINY)
+
+
+@pytest.fixture
+def stage(tokenizer: TextTokenizer) -> Detokenize:
+    context: Any = FakeContext()
+    stage = Detokenize(Detokenize.Config(), context)
+    stage.use(tokenizer)
+    return stage
+
+
+def sent(stage: Detokenize) -> list[Event]:
+    context: Any = stage.ctx
+    events: list[Event] = context.sent
+    return events
+
+
+def opening(request: str = "a", **sampling: Any) -> Opening:
+    return Opening(id=request, sampling=Sampling(**sampling), prompt_tokens=7, cached_tokens=3)
+
+
+def batch(rows: dict[str, list[int]], opened: list[Opening] = [], **rest: Any) -> Tokens:  # noqa: B006 - never changed
+    flat = [token for row in rows.values() for token in row]
+    counts = [len(row) for row in rows.values()]
+    return Tokens(
+        step=1,
+        ids=list(rows),
+        counts=np.array(counts, np.int32),
+        tokens=np.array(flat, np.int32),
+        opened=opened,
+        **rest,
+    )
+
+
+def run(stage: Detokenize, *batches: Tokens) -> list[Piece]:
+    return [piece for one in batches for text in stage.step([one]) for piece in text.pieces]
+
+
+def finish_of(pieces: list[Piece]) -> Finish:
+    (finish,) = [piece.finish for piece in pieces if piece.finish is not None]
+    assert pieces[-1].finish is finish
+    return finish
+
+
+def ids_of(tokenizer: TextTokenizer, text: str) -> list[int]:
+    ids: list[int] = tokenizer.encode_plain(text).tolist()
+    return ids
+
+
+def test_ports() -> None:
+    inputs, outputs = ports(Detokenize)
+    assert [port.name for port in (*inputs, *outputs)] == ["tokens", "text"]
+    assert Detokenize.kind == "detokenize"
+
+
+def test_sequences_of_a_step_get_their_own_text(stage: Detokenize, tokenizer: TextTokenizer) -> None:
+    rows = {"a": ids_of(tokenizer, "Paris"), "b": ids_of(tokenizer, "你好"), "c": []}
+    pieces = run(stage, batch(rows, [opening("a"), opening("b"), opening("c")]))
+    assert {piece.id: piece.text for piece in pieces} == {"a": "Paris", "b": "你好"}
+    assert {piece.id: piece.tokens for piece in pieces} == {"a": rows["a"], "b": rows["b"]}
+
+
+def test_the_models_end_flushes_text_and_fills_in_usage(stage: Detokenize, tokenizer: TextTokenizer) -> None:
+    ids = ids_of(tokenizer, "Paris☃")[:-1]
+    end = Finish(reason="stop", stop=2, completion_tokens=len(ids) + 1, drafted_tokens=4, accepted_tokens=2)
+    pieces = run(stage, batch({"a": ids}, [opening()]), batch({"a": [2]}, finished={0: end}))
+    assert "".join(piece.text for piece in pieces) == "Paris\ufffd"
+    assert finish_of(pieces) == Finish(
+        reason="stop",
+        stop=2,
+        prompt_tokens=7,
+        cached_tokens=3,
+        completion_tokens=len(ids) + 1,
+        drafted_tokens=4,
+        accepted_tokens=2,
+    )
+    assert stage.num_open == 0
+    assert sent(stage) == []
+
+
+def test_a_stop_token_that_is_text_isnt_shown(stage: Detokenize, tokenizer: TextTokenizer) -> None:
+    ids = ids_of(tokenizer, "Paris!")
+    pieces = run(stage, batch({"a": ids}, [opening()], finished={0: Finish(reason="stop", stop=ids[-1])}))
+    assert "".join(piece.text for piece in pieces) == "Paris"
+
+
+@pytest.mark.parametrize("step_size", [1, 2, 100])
+def test_a_stop_string_cuts_text_and_cancels_the_work(
+    stage: Detokenize, tokenizer: TextTokenizer, step_size: int
+) -> None:
+    ids, stop = ids_of(tokenizer, "one, two; three, four"), "; th"
+    steps = [ids[n : n + step_size] for n in range(0, len(ids), step_size)]
+    batches = [batch({"a": step}, [opening(stop=(stop,))] if n == 0 else []) for n, step in enumerate(steps)]
+    pieces = run(stage, *batches)
+    taken = next(n for n in range(len(ids)) if stop in tokenizer.decode(ids[:n]))
+    assert "".join(piece.text for piece in pieces) == "one, two"
+    assert finish_of(pieces) == Finish(
+        reason="stop", stop=stop, prompt_tokens=7, cached_tokens=3, completion_tokens=taken
+    )
+    assert [token for piece in pieces for token in piece.tokens] == ids[:taken]
+    assert sent(stage) == [Cancel(ids=["a"])]
+    assert stage.num_open == 0
+
+
+def test_a_stop_in_the_models_last_step_needs_no_cancel(stage: Detokenize, tokenizer: TextTokenizer) -> None:
+    ids = ids_of(tokenizer, "one STOP two")
+    end = Finish(reason="length", completion_tokens=len(ids))
+    pieces = run(stage, batch({"a": ids}, [opening(stop=("STOP",))], finished={0: end}))
+    assert (pieces[0].text, finish_of(pieces).reason, finish_of(pieces).stop) == ("one ", "stop", "STOP")
+    assert sent(stage) == []
+
+
+def test_tokens_behind_a_stop_are_ignored(stage: Detokenize, tokenizer: TextTokenizer) -> None:
+    ids = ids_of(tokenizer, "one STOP two")
+    run(stage, batch({"a": ids}, [opening(stop=("STOP",))]))
+    assert run(stage, batch({"a": ids}, finished={0: Finish(reason="length")})) == []
+
+
+def test_held_text_goes_out_when_it_wasnt_a_stop(stage: Detokenize, tokenizer: TextTokenizer) -> None:
+    pieces = run(stage, batch({"a": ids_of(tokenizer, "x##")}, [opening(stop=("###",))]))
+    assert [piece.text for piece in pieces] == ["x"]
+    pieces = run(stage, batch({"a": [2]}, finished={0: Finish(reason="length")}))
+    assert [piece.text for piece in pieces] == ["##"]
+
+
+def test_min_tokens_puts_stops_off(stage: Detokenize, tokenizer: TextTokenizer) -> None:
+    ids = ids_of(tokenizer, "a#b#c")
+    first = next(n for n in range(len(ids)) if "#" in tokenizer.decode(ids[:n]))
+    pieces = run(stage, batch({"a": ids}, [opening(stop=("#",), min_tokens=first + 1)]))
+    assert "".join(piece.text for piece in pieces) == "a#b"
+
+
+def test_logprobs_carry_bytes(stage: Detokenize, tokenizer: TextTokenizer) -> None:
+    half = ids_of(tokenizer, "☃")[0]
+    entries = [TokenLogprob(half, -0.5, [(half, -0.5), (2, -3.0)])]
+    end = {0: Finish(reason="length")}
+    (piece,) = run(stage, batch({"a": [half]}, [opening(logprobs=2)], logprobs={0: entries}, finished=end))
+    (entry,) = piece.logprobs
+    assert entry.data == tokenizer.token_bytes(half)
+    assert [top[0] for top in entry.top] == [entry.text, "<|im_end|>"]
+    assert [top[1:] for top in entry.top] == [(-0.5, entry.data), (-3.0, b"<|im_end|>")]
+
+
+def test_cancelled_and_ended_requests_are_forgotten(stage: Detokenize, tokenizer: TextTokenizer) -> None:
+    run(stage, batch({"a": [], "b": [], "c": []}, [opening("a"), opening("b"), opening("c")]))
+    stage.cancel(["a", "unknown"])
+    stage.observe(Ended(ids=["b"]))
+    assert stage.num_open == 1
+    assert [piece.id for piece in run(stage, batch(dict.fromkeys("abc", ids_of(tokenizer, "x"))))] == ["c"]
+
+
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_pieces_join_to_the_full_decode_over_any_steps(
+    stage: Detokenize, tokenizer: TextTokenizer, data: st.DataObject
+) -> None:
+    ids = data.draw(st.lists(st.integers(0, tokenizer.vocab_size - 1), max_size=20))
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(ids)), max_size=4)))
+    steps = [ids[start:end] for start, end in zip([0, *cuts], [*cuts, len(ids)], strict=True)]
+    stop = data.draw(st.sampled_from([(), ("never seen here",)]))
+    batches = [batch({"a": step}, [opening(stop=stop)] if n == 0 else []) for n, step in enumerate(steps)]
+    pieces = run(stage, *batches, batch({"a": []}, finished={0: Finish(reason="length")}))
+    assert "".join(piece.text for piece in pieces) == tokenizer.decode(ids)
+    assert [token for piece in pieces for token in piece.tokens] == ids
+    assert stage.num_open == 0

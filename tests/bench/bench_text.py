@@ -1,0 +1,74 @@
+"""How long text takes in the front worker: a chat to ids, a decode step of 64 sequences to text.
+
+Run: python tests/bench/bench_text.py [model]. Prints medians and the fastest of many rounds; one thread.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from flowinfer.engine.hub import resolve
+from flowinfer.message import Call, Finish, Opening, Sampling, Tokens
+from flowinfer.stages.detokenize.stage import Detokenize
+from flowinfer.stages.recipe_tokenize.stage import RecipeTokenize
+from flowinfer.text.tokenizer import TextTokenizer, load_tokenizer
+
+PROSE = "The quick brown fox jumps over the lazy dog, and some more prose stands here to be read by a model. "
+
+
+def measure(name: str, fn: Callable[[], object], rounds: int) -> None:
+    times = []
+    for _ in range(rounds):
+        start = time.perf_counter()
+        fn()
+        times.append((time.perf_counter() - start) * 1e3)
+    print(f"{name:<58} {statistics.median(times):9.3f} {min(times):9.3f}")
+
+
+def bench_chat(tokenizer: TextTokenizer, context: Any) -> None:
+    chat = [{"role": ("user", "assistant")[n % 2], "content": PROSE * 8} for n in range(11)]
+    stage = RecipeTokenize(RecipeTokenize.Config(), context)
+    stage.use(tokenizer)
+    call = Call(id="a", sampling=Sampling(), messages=chat)
+    (prompt,) = stage.step([call])
+    measure(f"chat to ids, {len(prompt.tokens)} tokens", lambda: stage.step([call]), 200)
+    measure("  of which rendering", lambda: tokenizer.render(chat), 200)
+
+
+def bench_step(tokenizer: TextTokenizer, context: Any, num_tokens: int, stops: tuple[str, ...]) -> None:
+    stage = Detokenize(Detokenize.Config(), context)
+    stage.use(tokenizer)
+    ids = [f"request-{n}" for n in range(64)]
+    text = tokenizer.encode_plain(PROSE + "Grüße, 你好 🙂").tolist()
+    opened = [Opening(id=i, sampling=Sampling(stop=stops), prompt_tokens=9, cached_tokens=0) for i in ids]
+    counts = np.full(64, num_tokens, np.int32)
+    flat = (text * 64)[: 64 * num_tokens]
+    stage.step([Tokens(step=0, ids=ids, counts=counts * 0, tokens=counts[:0], opened=opened)])
+    step = Tokens(step=1, ids=ids, counts=counts, tokens=np.array(flat, np.int32))
+    stops_text = f", {len(stops)} stop strings" if stops else ""
+    measure(f"step of 64 sequences, {num_tokens} token(s) each{stops_text}", lambda: stage.step([step]), 500)
+    stage.step([Tokens(step=2, ids=ids, counts=counts * 0, tokens=counts[:0], finished=dict.fromkeys(range(64), _END))])
+
+
+_END = Finish(reason="length")
+
+
+def main() -> None:
+    model = sys.argv[1] if len(sys.argv) > 1 else "smollm2-135m"
+    context: Any = None  # neither stage uses its context here
+    tokenizer = load_tokenizer(resolve(model))
+    print(f"{'milliseconds, ' + model:<58} {'median':>9} {'fastest':>9}")
+    bench_chat(tokenizer, context)
+    bench_step(tokenizer, context, 1, ())
+    bench_step(tokenizer, context, 1, ("\n\n", "User:", "###"))
+    bench_step(tokenizer, context, 4, ())
+
+
+if __name__ == "__main__":
+    main()
