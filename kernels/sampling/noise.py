@@ -1,9 +1,9 @@
 """Random numbers as a hash of (seed, position, token): no state, so nothing about the batch can change a sample.
 
 A 64-bit key comes from (seed, position) by the finalizer of splitmix64 (Steele, Lea, Flood 2014). Each token then gets
-64 bits from two 32-bit lanes, each the two-multiply mixer of its constants with half the key put in before each multiply.
-32-bit lanes, because the filter of `host.race_all` reads only the upper one, and a 64-bit multiply costs four times as
-much over a vocabulary. Leaves choosing to its callers; `reference.py` has the same hash in torch, equal bit by bit.
+64 bits from two 32-bit lanes, each a two-multiply mixer with one half of the key put in before each multiply. Lanes,
+because the race in `host.py` reads only the upper one, and 64-bit multiplies cost nine times as much over a vocabulary.
+Leaves choosing to its callers; `reference.py` has the same hash in torch, equal bit by bit.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def spread_tokens(vocab: int) -> U32:
 
 
 def lane_bits(key: int, spread: U32, lane: int, out: U32 | None = None, work: U32 | None = None) -> U32:
-    """32 random bits per token, uint32 of spread's shape. out and work are buffers of that shape, to save allocation."""
+    """32 random bits per token, uint32 of spread's shape; out and work are buffers of that shape."""
     first, second, shift = LANES[lane]
     low, high = key & 0xFFFFFFFF, key >> 32
     if lane:

@@ -20,10 +20,10 @@ class SpecCounters:
 
     def count(self, num_drafts: Ids, accepted: Ids) -> None:
         """One step: of num_drafts[i] drafts of a sequence, accepted[i] held."""
-        self._drafts.inc(np.count_nonzero(num_drafts))
+        self._drafts.inc(int(np.count_nonzero(num_drafts)))
         self._drafted.inc(int(num_drafts.sum()))
         self._accepted.inc(int(accepted.sum()))
         for position, counter in enumerate(self._positions):
-            held = np.count_nonzero(accepted > position)
+            held = int(np.count_nonzero(accepted > position))
             if held:
                 counter.inc(held)

@@ -41,7 +41,8 @@ def count_matches(target_nW: Ids, drafts_nD: Ids, num_drafts: Ids) -> Ids:
 class StopRules:
     """Ends of sequences: end-of-text and stop ids, max_tokens, and the longest sequence that the batch holds.
 
-    min_tokens needs no rule here: until it's reached the sampler gives ends no probability. Stop strings are detokenize's.
+    min_tokens needs no rule here: until it's reached the sampler gives ends no probability. Stop strings are
+    detokenize's.
     """
 
     def __init__(self, max_slots: int, max_tokens: int, eos_token_ids: tuple[int, ...]) -> None:
@@ -120,7 +121,7 @@ class DraftLength:
 
 
 class NgramDraft:
-    """Prompt look-up: the longest n-gram that ends the history, found at its latest earlier place, predicts what follows.
+    """Prompt look-up: the longest n-gram that ends the history, at its latest earlier place, predicts what follows.
 
     Method: Saxena, "Prompt lookup decoding" (2023). The index is one table of int32 a slot and n-gram length, addressed
     by a hash of the n-gram, holding the position after its latest occurrence; a newer n-gram takes the cell of an older
@@ -139,9 +140,7 @@ class NgramDraft:
         self._cells = np.zeros(max_slots * self._lengths.size << self._bits, np.int32)
         self._indexed = np.zeros(max_slots, np.int64)  # n-grams that end before this position are in the table
         self._offsets = np.arange(ngram_max)
-        self._multipliers = (np.arange(1, ngram_max + 1, dtype=np.uint64) * np.uint64(0xD1B54A32D192ED03)) | np.uint64(
-            1
-        )
+        self._multipliers = np.cumprod(np.full(ngram_max, 0xD1B54A32D192ED03, np.uint64))  # of a polynomial hash
         self._beyond = self._offsets >= self._lengths[:, None]  # offsets that an n-gram of each length doesn't reach
         self._columns = np.arange(max_drafts)
 
@@ -183,11 +182,13 @@ class NgramDraft:
 
     def _windows(self, slots: Ids, ends: I64) -> Ids:
         """The tokens up to `ends`, latest first, int32 [m, ngram_max]; before the start it repeats the first."""
-        return self._tokens[slots[:, None], np.maximum(ends[:, None] - self._offsets, 0)]
+        windows: Ids = self._tokens[slots[:, None], np.maximum(ends[:, None] - self._offsets, 0)]
+        return windows
 
     def _addresses(self, slots: Ids, windows: Ids) -> I64:
         """The cell of each length's n-gram, int64 [m, lengths]."""
         sums = np.cumsum((windows.astype(np.uint64) + np.uint64(1)) * self._multipliers, axis=1)
         hashes = sums[:, self._lengths - 1] * np.uint64(0x9E3779B97F4A7C15) >> np.uint64(64 - self._bits)
         tables = slots.astype(np.int64)[:, None] * self._lengths.size + np.arange(self._lengths.size)
-        return (tables << self._bits) + hashes.astype(np.int64)
+        addresses: I64 = (tables << self._bits) + hashes.astype(np.int64)
+        return addresses

@@ -34,14 +34,14 @@ _NONE: Ids = np.empty(0, np.int32)
 
 
 class Verdict(NamedTuple):
-    """What one step gave: for slots[i] the first counts[i] of tokens[i], accepted[i] of them drafts; reason as in policy."""
+    """What one step gave: slots[i] got the first counts[i] of tokens[i], accepted[i] of them drafts."""
 
     slots: Ids
     first_rows: Ids
     tokens: Ids  # [n, W]
     counts: Ids
     accepted: Ids
-    reasons: Ids
+    reasons: Ids  # RUNS, STOP or LENGTH
 
 
 class SpecVerify(Stage):
@@ -163,7 +163,7 @@ class SpecVerify(Stage):
         slot = self.slot_of.get(request)
         if slot is None:
             return self.resumable.pop(request, None)
-        usage = self.usage[slot].copy()
+        usage: NDArray[np.int64] = self.usage[slot].copy()
         self._forget(slot)
         return usage
 
@@ -179,13 +179,13 @@ class SpecVerify(Stage):
     def _judge(self, step: Logits) -> Verdict:
         """Samples, accepts, cuts at ends, and writes the history. Rows of sequences that are gone are left out."""
         slots, batch = step.slots, self.batch
-        known = self.live[slots] & (self.version[slots] == batch.version[slots])
+        known: NDArray[np.bool_] = self.live[slots] & (self.version[slots] == batch.version[slots])
         drafts = self.guesses[slots]
         num_drafts = np.diff(step.starts) - 1
         positions = batch.num_tokens[slots]
         chosen = pad_rows(self.sampler.choose(step.logits, slots, step.starts, positions, drafts), step.starts)
         accepted = count_matches(chosen, drafts, num_drafts) if num_drafts.any() else np.zeros(slots.size, np.int32)
-        known &= self._finite(slots, chosen, accepted, known)
+        known = self._finite(slots, chosen, accepted, known)
         firsts = step.starts[:-1]
         if not known.all():
             slots, firsts, chosen, accepted = slots[known], firsts[known], chosen[known], accepted[known]
@@ -197,7 +197,7 @@ class SpecVerify(Stage):
         return Verdict(slots, firsts, chosen, counts, accepted, reasons)
 
     def _finite(self, slots: Ids, chosen: Ids, accepted: Ids, known: NDArray[np.bool_]) -> NDArray[np.bool_]:
-        """Which sequences have logits that can be sampled; the others fail."""
+        """Which of the known sequences have logits that can be sampled; the others fail."""
         finite: NDArray[np.bool_] = ~((chosen < 0) & (np.arange(chosen.shape[1]) <= accepted[:, None])).any(1)
         if not finite.all():
             for slot in slots[known & ~finite].tolist():
@@ -206,7 +206,7 @@ class SpecVerify(Stage):
                 self.batch.finish(slot)
                 text = "The model gave logits that aren't finite for this request."
                 self.ctx.fail(request, RequestError(500, text, code="logits_not_finite"))
-        return finite
+        return finite & known
 
     def _write(self, slots: Ids, chosen: Ids, counts: Ids, positions: Ids) -> None:
         batch = self.batch
@@ -233,7 +233,7 @@ class SpecVerify(Stage):
             hits = count_matches(chosen, self.guesses[slots], counts)
             self.length.learn(slots, hits, np.minimum(np.minimum(hits + 1, counts), self.max_drafts))
 
-    # ----------------------------------------------------------------------------------------------------- what goes out
+    # ---------------------------------------------------------------------------------------------------- what goes out
 
     def _tokens(self, step: Logits, verdict: Verdict) -> Tokens:
         slots = verdict.slots.tolist()

@@ -50,7 +50,9 @@ class Loop:
     """moe-decode's side of the loop over the toy table, [VOCAB, VOCAB, VOCAB] logits by the last two tokens."""
 
     def __init__(self, table: torch.Tensor, *, max_tokens: int = 64, max_slots: int = 8, **config: Any) -> None:
-        self.table, self.freed, self.failed, self.step = table, [], {}, 0
+        self.table, self.step = table, 0
+        self.freed: list[int] = []
+        self.failed: dict[str, RequestError] = {}
         self.batch = Batch(
             max_slots=max_slots,
             max_tokens=max_tokens,
@@ -332,7 +334,15 @@ def test_logprobs_are_of_the_raw_logits() -> None:
         text.append(entry.token)
 
 
-@pytest.mark.parametrize("kwargs", [{"temperature": 0.7}, {"temperature": 1.5}, {"top_p": 0.8, "temperature": 1.0}])
+KINDS: list[dict[str, Any]] = [
+    {"temperature": 0.7},
+    {"temperature": 1.5},
+    {"temperature": 1.0, "top_p": 0.8, "top_k": 6},
+    {"temperature": 1.0, "repetition_penalty": 1.3, "presence_penalty": 0.5, "frequency_penalty": 0.5},
+]
+
+
+@pytest.mark.parametrize("kwargs", KINDS)
 def test_drafted_tokens_have_the_distribution_of_sampled_ones(kwargs: dict[str, Any]) -> None:
     """Chi-square of the second and third token over many seeds, drafted against not: independent seeds, so that
     equality token for token can't make the test pass by itself."""

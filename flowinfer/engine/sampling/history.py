@@ -33,19 +33,17 @@ class History:
 
     def extend(self, output: Ids) -> None:
         """Counts further tokens of the output."""
-        np.add.at(self.counts, output, 1)
-        self._learn(np.unique(output[~self._known[output]]))
+        for token in output.tolist():  # a handful; only a sequence that comes back brings more
+            self._count(token)
 
     def with_drafts(self, drafts: Ids) -> list[tuple[NDArray[np.int64], NDArray[np.float32]]]:
-        """(seen, subtract) for the row of the last token and for the row of each draft, as if those before it were taken.
+        """(seen, subtract) for the row of the last token and of each draft, as if the drafts before it were taken.
 
         The history itself stays as it was. The arrays hold until the next `extend`.
         """
         known, counted, rows = self._num_seen, [], [self._row()]
         for draft in drafts.tolist():
-            self.counts[draft] += 1
-            if not self._known[draft]:
-                self._learn(np.array([draft]))
+            self._count(draft)
             counted.append(draft)
             rows.append(self._row())
         for draft in counted:
@@ -53,6 +51,11 @@ class History:
         self._known[self._seen[known : self._num_seen]] = False
         self._num_seen = known
         return rows
+
+    def _count(self, token: int) -> None:
+        self.counts[token] += 1
+        if not self._known[token]:
+            self._learn(np.array([token]))
 
     def _row(self) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
         seen = self._seen[: self._num_seen]

@@ -21,7 +21,7 @@ def token_logprob(logits_V: Tensor, token: int, num_top: int) -> TokenLogprob:
     normalizer = float(peak) + math.log(np.exp(row - peak).sum(dtype=np.float64))
     top: list[tuple[int, float]] = []
     if num_top > 0:
-        tokens = top_tokens(row, min(num_top, row.size), peak=peak)
+        tokens = top_tokens(row, min(num_top, row.size))
         best = tokens[np.argsort(-row[tokens], kind="stable")][:num_top]
         top = [(int(t), float(row[t]) - normalizer) for t in best]
     return TokenLogprob(token, float(row[token]) - normalizer, top)

@@ -11,9 +11,9 @@ def reject(
 ) -> tuple[Tensor, Tensor]:
     """Accepted drafts of each sequence, int64 [B], and the token that follows them, int64 [B].
 
-    p_rows [B, K+1, V]: probabilities of the target at each draft's position and after the last.  q_rows [B, K, V]: those
-    that the drafts [B, K] were drawn from.  uniforms [B, K+1] on [0, 1): one per draft for its test, the last for the
-    token that follows.  num_drafts int64 [B]: how many of the K are real, where sequences differ; None: all.
+    p_rows [B, K+1, V]: probabilities of the target at each draft's position and after the last.  q_rows [B, K, V]:
+    those that the drafts, int64 [B, K], were drawn from.  uniforms [B, K+1] on [0, 1): one per draft for its test, the
+    last for the token that follows.  num_drafts int64 [B]: how many of the K are real, where sequences differ.
 
     Draft d passes with probability min(1, p(d) / q(d)); after the first that fails, the next token is drawn from
     max(0, p - q), normalized; after the last, from p. Then output is distributed as p, whatever q is (Leviathan et al.

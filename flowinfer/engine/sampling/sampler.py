@@ -105,7 +105,7 @@ class Sampler:
         return np.array(rows, np.int64), np.array(owners, np.int64), edits
 
     def _edits(self, slot: int, position: int, drafts: Ids) -> list[RowEdits | None]:
-        """Edits of the slot's rows: the last token's, then one per draft, each as if the drafts before it were taken."""
+        """Edits of the rows of the last token and of each draft, as if the drafts before it were taken."""
         sampling = self._sampling.get(slot)
         if sampling is None:
             return [None] * (drafts.size + 1)
