@@ -2,8 +2,8 @@
 
 a is what a step costs however small, b the weights' work on each token, c attention. The coefficients follow recursive
 least squares on relative errors (noise on a shared machine grows with the time), in the form of Kalman (1960) with a
-random walk: it forgets by letting uncertainty grow, and mostly along one line, "all got faster or slower".
-A plain forgetting factor would unlearn attention in an hour of short prompts. Besides,
+random walk: it forgets by letting uncertainty grow, and mostly along one line, "all got faster or slower". A plain
+forgetting factor would unlearn attention in an hour of short prompts. Besides,
 
 - outliers are clipped against the median of recent errors: one step ten times too slow moves little, a lasting change
   passes once it is the majority of the last steps;
@@ -46,7 +46,7 @@ class StepTimeModel:
     def __init__(self, prior: tuple[float, float, float] = PRIOR) -> None:
         self._prior = np.array(prior, np.float64)
         self._theta = self._prior.copy()
-        self._floor = self._theta
+        self._start = self._theta  # as first guessed for this machine
         self._covariance: Matrix = np.diag((self._theta * DOUBT) ** 2)
         self._early: list[tuple[int, int, float]] = []
         self._errors: deque[float] = deque(maxlen=MEDIAN)
@@ -97,7 +97,7 @@ class StepTimeModel:
         """Fits the first steps anew: the machine's speed from the median of them, since the first are often slow."""
         ratios = [seconds / float(self._prior @ (1, tokens, pairs)) for tokens, pairs, seconds in self._early]
         speed = median_low(ratios)
-        self._floor = self._theta = self._prior * speed
+        self._start = self._theta = self._prior * speed
         self._covariance = np.diag((self._theta * DOUBT) ** 2)
         self._errors.clear()
         self._errors.extend([0.0] * (MEDIAN // 2))
@@ -116,7 +116,7 @@ class StepTimeModel:
 
     def _update(self, step: Vector) -> tuple[Vector, float]:
         """One Kalman step for the relative features `step`: the gain, and the deviation that its error may have."""
-        walker = np.maximum(self._theta, 0.01 * self._floor)  # a coefficient at 0 must be able to come back
+        walker = np.maximum(self._theta, 0.01 * self._start)  # a coefficient at 0 must be able to come back
         grown = self._covariance + WALK_TOGETHER * np.outer(walker, walker) + np.diag(WALK_APART * walker**2)
         seen = grown @ step
         variance = float(step @ seen) + NOISE

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
@@ -181,3 +182,24 @@ def test_the_same_prompt_twice_is_a_bug() -> None:
     scheduler = filled([(None, 10, 0)])
     with pytest.raises(ValueError, match="in progress"):
         scheduler.add("0", None, 10, 0)
+
+
+def p99_wait_of_short_prompts(*, by_bucket: bool) -> float:
+    """Seconds from arrival to the last prefill step, in a simulated 100 s: 95 % short prompts, load about 0.7."""
+    rng, now, due = random.Random(0), 0.0, 0.0
+    scheduler, arrived, waits = PrefillScheduler(), {}, []
+    while now < 100:
+        while due <= now:
+            is_huge = rng.random() < 0.05
+            id, size = f"{len(arrived)}", rng.randint(4_000, 12_000) if is_huge else rng.randint(50, 500)
+            arrived[id] = (due, is_huge)
+            scheduler.add(id, ("huge" if is_huge else "short") if by_bucket else None, size, 0)
+            due += rng.expovariate(4.5)
+        chunks = scheduler.plan(BUDGET, COST)
+        now = now + predicted(chunks) if chunks else due
+        waits += [now - arrived[id][0] for id in run(scheduler, chunks) if not arrived[id][1]]
+    return sorted(waits)[len(waits) * 99 // 100]
+
+
+def test_buckets_cut_the_p99_wait_of_short_prompts_to_a_fifth_under_a_mix_with_huge_ones() -> None:
+    assert p99_wait_of_short_prompts(by_bucket=True) < p99_wait_of_short_prompts(by_bucket=False) / 5
