@@ -6,7 +6,9 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
+from flowinfer.cache import keys
 from flowinfer.cache.keys import NAME_BYTES, chain_hashes, chain_root, extend_chain
+from flowinfer.engine import layout
 
 ids = st.lists(st.integers(0, 2**31 - 1), max_size=40).map(lambda values: np.array(values, np.int32))
 salts = st.text(max_size=8)
@@ -66,3 +68,7 @@ def test_the_names_stay_what_they_are_on_every_machine():
 def test_memory_order_and_byte_order_do_not_matter():
     tokens = np.arange(64, dtype=np.int32)
     assert names(np.repeat(tokens, 2)[::2]) == names(tokens) == names(tokens.astype(">i4"))
+
+
+def test_a_named_block_is_a_block_of_the_kv_layout():
+    assert keys.BLOCK_TOKENS == layout.BLOCK_TOKENS
