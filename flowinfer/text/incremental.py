@@ -103,7 +103,7 @@ class StopScanner:
 
     def push(self, text: str, *, armed: bool = True) -> str | Match:
         """Text that is free to go, or the match. Stops completed while not armed are let through."""
-        if not self._held and not any([first in text for first in self._firsts]):
+        if not self._held and not any(first in text for first in self._firsts):
             return text  # the usual case: nothing of a stop in sight
         buffer = self._held + text
         match = self._find(buffer, len(self._held)) if armed else None

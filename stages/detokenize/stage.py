@@ -42,7 +42,8 @@ class Detokenize(Stage):
         cut: list[str] = []
         texts = [text for batch in tokens if (text := self._text(batch, cut)).pieces]
         if cut:
-            self.ctx.send(Cancel(ids=cut))  # goes out after this step, so behind the last pieces
+            # A turn later: a Cancel closes the ids, and this step's last pieces must reach the gateway before it.
+            self.ctx.call_at(self.ctx.clock.now(), lambda: self.ctx.send(Cancel(ids=cut)))
         return texts
 
     def cancel(self, requests: Collection[str]) -> None:

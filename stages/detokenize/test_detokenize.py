@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,9 +20,19 @@ from flowinfer.text.tokenizer import TextTokenizer, load_tokenizer
 TINY = Path(__file__).resolve().parents[2] / "tests" / "data" / "tiny_chat"
 
 
+class FakeClock:
+    def now(self) -> float:
+        return 5.0
+
+
 @dataclass
 class FakeContext:
     sent: list[Event] = field(default_factory=list)
+    timers: list[tuple[float, Callable[[], object]]] = field(default_factory=list)
+    clock: FakeClock = field(default_factory=FakeClock)
+
+    def call_at(self, when: float, fn: Callable[[], object]) -> None:
+        self.timers.append((when, fn))
 
     def send(self, event: Event, to: str | None = None) -> None:
         self.sent.append(event)
@@ -42,6 +53,10 @@ def stage(tokenizer: TextTokenizer) -> Detokenize:
 
 def sent(stage: Detokenize) -> list[Event]:
     context: Any = stage.ctx
+    assert context.sent == []  # nothing during the step itself: it would overtake the last piece
+    for when, fn in context.timers:
+        assert when <= context.clock.now()
+        fn()
     events: list[Event] = context.sent
     return events
 

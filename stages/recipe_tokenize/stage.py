@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection, Iterable
 from functools import partial
 from pathlib import Path
@@ -17,6 +18,8 @@ from flowinfer.units import TokenCount
 
 if TYPE_CHECKING:
     from flowinfer.text.tokenizer import TextTokenizer
+
+log = logging.getLogger(__name__)
 
 
 class RecipeTokenize(Stage):
@@ -75,7 +78,8 @@ class RecipeTokenize(Stage):
         if isinstance(result, Prompt):
             return [result]
         if not isinstance(result, RequestError):
-            raise result
+            log.error("%s: tokenizing broke", self.ctx.stage, exc_info=result)
+            result = RequestError(500, f"Stage {self.ctx.stage!r} failed: {result}", code="stage_failed")
         self.ctx.fail(request, result)
         return []
 

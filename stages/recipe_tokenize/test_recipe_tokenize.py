@@ -23,6 +23,7 @@ Then = Callable[[Any], Iterable[Message] | None]
 
 @dataclass
 class FakeContext:
+    stage: str = "tokenize"
     failures: dict[str, RequestError] = field(default_factory=dict)
     jobs: list[tuple[Callable[[], Any], Then]] = field(default_factory=list)
 
@@ -36,7 +37,7 @@ class FakeContext:
         fn, then = self.jobs.pop(0)
         try:
             return list(then(fn()) or ())
-        except RequestError as error:
+        except Exception as error:
             return list(then(error) or ())
 
 
@@ -201,6 +202,14 @@ def test_long_text_is_tokenized_in_the_pool(stage: RecipeTokenize) -> None:
     assert list(stage.step([spaced])) == []
     (prompt,) = context.run_job()
     assert prompt.tokens.tolist() == prompt_of(stage, call("Paris")).tokens.tolist()
+
+
+def test_a_bug_in_the_pool_still_ends_the_request(stage: RecipeTokenize, monkeypatch: pytest.MonkeyPatch) -> None:
+    context: Any = stage.ctx
+    list(stage.step([call(messages=None, prompt="x " * INLINE_CHARS)]))
+    monkeypatch.setattr(stage.tokenizer, "encode_prompt", lambda text: 1 / 0)
+    assert context.run_job() == []
+    assert (context.failures["a"].status, "tokenize" in str(context.failures["a"])) == (500, True)
 
 
 def test_a_call_cancelled_in_the_pool_gives_nothing(stage: RecipeTokenize) -> None:
