@@ -123,9 +123,10 @@ class App:
         await _json(send, {"version": __version__}, headers)
 
     async def _metrics(self, scope: Scope, receive: Receive, send: Send, headers: Headers) -> None:
-        workers = {self._gateway.ctx.worker: metrics.snapshot()} | self._gateway.stats
         model = self._limits.models[0] if self._gateway.config.vllm_metrics and self._limits.models else None
-        await respond(send, 200, exposition.render(workers, vllm_model=model), [exposition.CONTENT_TYPE, *headers])
+        await respond(
+            send, 200, exposition.render(self._gateway.samples(), vllm_model=model), [exposition.CONTENT_TYPE, *headers]
+        )
 
     # ----------------------------------------------------------------------------------------- the front of an answer
 

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from pydantic import Field, PositiveInt
+from pydantic import PositiveInt
 
 from flowinfer.errors import RequestError
 from flowinfer.graph.plan import Plan
@@ -24,6 +24,7 @@ from flowinfer.message import (
     Message,
     Moved,
     Piece,
+    Serving,
     Stats,
     Text,
     WorkerDown,
@@ -48,10 +49,10 @@ class GatewayConfig(StageConfig):
     apis: tuple[str, ...] = ("openai",)
     models: tuple[str, ...] = ()
     max_requests: PositiveInt = 256
-    request_timeout: Duration = Field("10min", validate_default=True)
-    keepalive: Duration = Field("15s", validate_default=True)
-    max_body: ByteSize = Field("16MiB", validate_default=True)
-    reader_buffer: ByteSize = Field("64KiB", validate_default=True)
+    request_timeout: Duration = 600.0
+    keepalive: Duration = 15.0
+    max_body: ByteSize = 16 * 2**20
+    reader_buffer: ByteSize = 64 * 2**10
     default_max_tokens: TokenCount = 2**20  # of a chat that names none: as much as the context leaves
     tools: bool = False  # the pipeline's template takes tools
     vllm_metrics: bool = True
@@ -75,14 +76,14 @@ class Gateway(Stage):
 
     kind = "api"
     Config = GatewayConfig
-    listens = (Failure, WorkerDown, WorkerUp, Moved, Stats, Drain)
+    listens = (Failure, WorkerDown, WorkerUp, Moved, Stats, Serving, Drain)
     config: GatewayConfig
 
     def __init__(self, config: GatewayConfig, ctx: Context) -> None:
         super().__init__(config, ctx)
         self.ledger = Ledger()
         self.admission = Admission(config.max_requests)
-        self.stats: dict[str, list[metrics.Sample]] = {}  # last samples of other workers
+        self.stats: dict[str, list[metrics.Sample]] = {}  # last samples of each worker, this one included
         self.after_step: Callable[[], None] = lambda: None
         self._commands: deque[Command] = deque()
         self._ended: list[str] = []
@@ -144,6 +145,19 @@ class Gateway(Stage):
         if self._server is not None:
             self._server.stop()
 
+    def cancel(self, requests: Collection[str]) -> None:
+        """Ends requests that someone else cancelled; those that the gateway dropped itself are closed already."""
+        for id in requests:
+            self._fail(id, RequestError(500, "The request was cancelled by the service.", code="cancelled"))
+        self._flush()
+
+    def samples(self) -> dict[str, list[metrics.Sample]]:
+        """The metric samples of every worker: this one's as they are now, the others' as they last said. Any thread."""
+        now = metrics.snapshot()
+        fresh = {name for name, _, _ in now}
+        loop = [sample for sample in self.stats.get(self.ctx.worker, ()) if sample[0] not in fresh]
+        return self.stats | {self.ctx.worker: now + loop}
+
     def step(self, texts: list[Text]) -> Iterable[Call]:
         now = self.ctx.clock.now()
         for text in texts:
@@ -165,7 +179,9 @@ class Gateway(Stage):
             case WorkerUp():
                 self.admission.worker_up(event.worker, event.generation)
             case Stats():
-                self._keep(event)
+                self.stats[event.worker] = event.samples
+            case Serving():
+                self.admission.serving = True
             case Drain():
                 self.drain()
         self._flush()
@@ -227,10 +243,6 @@ class Gateway(Stage):
         message = f"Worker {event.worker!r} died while it held this request. Please send it again."
         for id in self.ledger.held_by(event.worker, event.generation):
             self._fail(id, RequestError(503, message, code="worker_died", retry_after_s=1.0))
-
-    def _keep(self, event: Stats) -> None:
-        if event.worker != self.ctx.worker:
-            self.stats[event.worker] = event.samples
 
     def _probe(self, answer: Callable[[RequestError | None], object]) -> Iterable[Call]:
         refusal = self.admission.refusal(len(self.ledger), 1, full=self.ctx.full("call"))

@@ -15,9 +15,10 @@ RETRY_DRAIN_S = 10.0
 
 @dataclass
 class Admission:
-    """Admits up to max_requests open sequences while no worker group is down and the service doesn't drain."""
+    """Admits up to max_requests open sequences while all workers run and the service doesn't drain."""
 
     max_requests: int
+    serving: bool = False  # all workers have started
     draining: bool = False
     _up: dict[str, int] = field(default_factory=dict)  # instance -> generation
     _down: dict[str, int] = field(default_factory=dict)
@@ -41,6 +42,8 @@ class Admission:
         """Why `wanted` more sequences can't come in (a word for the metrics, the error), or None."""
         if self.draining:
             return "draining", _busy(503, "The service is stopping and takes no new requests.", RETRY_DRAIN_S)
+        if not self.serving:
+            return "starting", _busy(503, "The service is starting.", RETRY_DOWN_S)
         if (worker := self.missing()) is not None:
             message = f"Worker {worker!r} is down and being started again."
             return "worker_down", _busy(503, message, RETRY_DOWN_S)

@@ -13,7 +13,7 @@ from typing import Any
 import openai
 import pytest
 
-from flowinfer.message import Call, Event, Finish, Message, Piece, Text
+from flowinfer.message import Call, Event, Finish, Message, Piece, Serving, Text
 from flowinfer.serve.gateway import Gateway, GatewayConfig
 
 WAIT_S = 10.0
@@ -74,6 +74,8 @@ class Service:
         self._thread = threading.Thread(target=self._run, daemon=True)
         self.gateway.open()
         self._thread.start()
+        self.put(Serving())
+        self.settle()
 
     def say(self, id: str, text: str = "", *, finish: str | None = None, **more: Any) -> None:
         """A piece of this request; with finish, its last."""

@@ -57,6 +57,26 @@ def test_old_news_of_a_worker_changes_nothing() -> None:
     assert admission.missing() == "decode"
 
 
+def test_nobody_comes_in_before_all_workers_run() -> None:
+    admission = Admission(10)
+    refusal = admission.refusal(0, 1, full=False)
+    assert refusal is not None
+    assert refusal[1].status == 503
+    admission.serving = True
+    assert admission.refusal(0, 1, full=False) is None
+
+
+def test_a_cancel_by_another_ends_the_request(start_plain: Any) -> None:
+    service = start_plain()
+    heard: list[Any] = []
+    service.gateway.submit(Call(id="one", sampling=Sampling(), prompt="hi"), heard.append)
+    service.next_call()
+    service.put(lambda: service.gateway.cancel(["one"]))
+    service.settle()
+    assert [error.code for error in heard] == ["cancelled"]
+    assert service.gateway.num_open == 0
+
+
 def test_programs_in_the_process_need_no_http(start_plain: Any) -> None:
     service = start_plain()
     heard: list[Any] = []

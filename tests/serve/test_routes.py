@@ -119,8 +119,13 @@ def test_the_samples_of_other_workers_are_served(service: Any) -> None:
             ("flowinfer:kv_cache_usage_ratio", {}, free / 10),
         ]
         service.put(Stats(worker=worker, samples=samples))
+    edge = {"edge": "api->tokenize"}
+    own = [("flowinfer:edge_messages_total", edge, 9.0), ("flowinfer:late_pieces_total", {}, 1e9)]
+    service.put(Stats(worker="front.0", samples=own))
     service.settle()
     seen = scrape(service)
+    assert seen["flowinfer:edge_messages_total", (("edge", "api->tokenize"), ("worker", "front.0"))] == 9.0
+    assert seen["flowinfer:late_pieces_total", (("worker", "front.0"),)] < 1e9  # the registry is fresher
     assert seen["flowinfer:kv_blocks_free", (("worker", "decode.1"),)] == 7.0
     labels = (("engine", "0"), ("model_name", "tiny"))
     assert seen["vllm:spec_decode_num_drafts_total", labels] == 12.0
