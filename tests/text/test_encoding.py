@@ -19,7 +19,10 @@ from flowinfer.text.vocabulary import Vocabulary
 
 MakeTokenizer = Callable[..., TextTokenizer]
 MARKERS = ["<|im_end|>", "<s>", "</s>", "[INST]", "<think>", "<tool_call>", "<｜User｜>", "<unk>", "<|im_end", "|>"]
-texts = st.lists(st.sampled_from(MARKERS) | st.text(max_size=6), max_size=6).map("".join)
+texts = st.lists(
+    st.sampled_from(MARKERS) | st.text(st.characters(exclude_categories=["Cs"], exclude_characters="▁"), max_size=6),
+    max_size=6,
+).map("".join)
 plain_texts = st.text(st.characters(exclude_characters="<>[]|｜", exclude_categories=["Cs"]), max_size=40)
 relaxed = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
@@ -31,7 +34,8 @@ def test_plain_ids_decode_to_the_text(make_tokenizer: MakeTokenizer, kind: str, 
     tokenizer = make_tokenizer(kind)
     ids = tokenizer.encode_plain(text)
     assert ids.dtype == np.int32
-    assert tokenizer.decode(ids) == text
+    # SentencePiece writes the space before a first word itself, so a decode takes one off, the text's own included.
+    assert tokenizer.decode(ids) == (text.removeprefix(" ") if kind == "spm" else text)
 
 
 @pytest.mark.parametrize("kind", ["byte", "spm", "unigram"])
