@@ -1,8 +1,8 @@
 """Turns a GGUF file of the llama family into a Hugging Face folder; the gguf package reads and dequantizes.
 
-Imports torch only while converting. Weights are rounded to bfloat16, the dtype that the model was published in: the known
-answers were computed from these rounded weights and match to the third decimal. Storing float32 would move logits by 0.1
-and double the file.
+Imports torch only while converting. Weights are rounded to bfloat16, the dtype that the model was published in: the
+known answers were computed from these rounded weights and match to the third decimal. Storing float32 would move logits
+by 0.1 and double the file.
 """
 
 from __future__ import annotations
@@ -148,7 +148,7 @@ def _rename(name: str) -> str:
 
 
 def _restore_rows(name: str, values: Floats, config: dict[str, Any]) -> Floats:
-    """llama GGUF files interleave the two halves of each head of q and k, for a rope over neighbours; ours pairs halves."""
+    """llama GGUF files interleave the halves of each head of q and k, for a rope over neighbours; ours pairs halves."""
     heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
     count = heads.get(name.split(".")[-2])
     if count is None:

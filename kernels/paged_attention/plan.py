@@ -1,4 +1,9 @@
-"""What all layers of a step share: which rows to write, which to read, which sequences attend together."""
+"""What all layers of a step share: what to write, what to read, which sequences attend together.
+
+Inside a block the kernel keeps heads first: the bytes are [layers, 2 (K, V), K heads, block_tokens, D]. A page, the
+[block_tokens, D] of one head, is then one run of memory: gathering pages gives each head's keys ready for the matrix
+products, 3x faster at 16 sequences than gathering tokens and striding over heads.
+"""
 
 from __future__ import annotations
 
@@ -21,93 +26,120 @@ FREE_PADDING = 1024
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """B sequences with Q query tokens each, over L keys.
+    """B sequences with Q query tokens each, over at most L keys.
 
     tokens   their rows of the step: a slice where they lie together, else int64 [B * Q]
-    rows     int64 [2 * B * L] rows of the arena, keys then values; None: the step's own K and V are the context
-    bias     [B, 1, G * Q, L] added to the scores, or None where nothing is hidden (or only the future, for Q == L)
+    pages    int64 [2 * B * K * L / block_tokens] pages of layer 0, keys then values, L rounded up to whole blocks;
+             None: the step's own K and V are the whole context
+    bias     [B, 1, G * Q, L] in q's dtype, added to the scores: 0 or -inf; None where all L keys are seen, or pages is None
     """
 
     tokens: slice | Tensor
     num_sequences: int
     num_queries: int
-    rows: Tensor | None
+    num_keys: int
+    pages: Tensor | None
     bias: Tensor | None
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionPlan:
-    """write_rows int64 [T, 2] are the arena rows of each token's key and value in layer 0; groups cover all tokens."""
+    """write_rows int64 [T, 2, K]: rows of D numbers, in layer 0, of each token's keys and values.
+
+    fresh_blocks int64: blocks begun but not filled in this step. What an earlier tenant left in them is wiped, since even
+    unseen keys are multiplied (by zero, and 0 * NaN isn't 0).
+    """
 
     write_rows: Tensor
+    fresh_blocks: Tensor | None
     groups: tuple[Group, ...]
+    block_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    query_starts: Int64s
+    counts: Int64s
+    starts: Int64s
     kv_lens: Int64s
     block_tables: Int64s
-    block_stride: int
+    num_layers: int
+    num_kv_heads: int
     block_tokens: int
     group_size: int
     dtype: torch.dtype
     device: torch.device
 
-    def queries(self, s: int) -> int:
-        return int(self.query_starts[s + 1] - self.query_starts[s])
-
-    def rows(self, sequence: Int64s, position: Int64s) -> Int64s:
-        """Arena rows of keys in layer 0; values lie block_tokens rows later."""
-        blocks = self.block_tables[sequence, position // self.block_tokens]
-        return blocks * self.block_stride + position % self.block_tokens
+    def pages(self, blocks: Int64s) -> Int64s:
+        """Pages of layer 0: [2, ..., K, n] of blocks [..., n]."""
+        of_block = (
+            blocks[..., None, :] * (self.num_layers * 2 * self.num_kv_heads) + np.arange(self.num_kv_heads)[:, None]
+        )
+        return np.stack((of_block, of_block + self.num_kv_heads))
 
     def tensor(self, values: Int64s) -> Tensor:
-        return torch.from_numpy(values).to(self.device, non_blocking=True)
+        return torch.from_numpy(np.ascontiguousarray(values)).to(self.device, non_blocking=True)
 
 
 def plan_attention(
-    query_starts: Int32s, kv_lens: Int32s, block_tables: Int32s, *, kv: Tensor, num_heads: int
+    query_starts: Int32s,
+    kv_lens: Int32s,
+    block_tables: Int32s,
+    *,
+    kv: Tensor,
+    num_heads: int,
+    num_kv_heads: int,
 ) -> AttentionPlan:
     """The plan of one step over S sequences.
 
     query_starts int32 [S + 1], kv_lens int32 [S] (this step's tokens included), block_tables int32 [S, blocks] padded
-    with any valid id, kv the arena [blocks, layers, 2, block_tokens, K, D], num_heads query heads N.
+    with any valid id, kv the arena [blocks, layers, 2, block_tokens, K, D] (of whose last axes only the product counts).
     """
-    assert kv.is_contiguous() and num_heads % kv.shape[4] == 0
-    _, layers, _, block_tokens, kv_heads, _ = kv.shape
+    assert kv.is_contiguous() and num_heads % num_kv_heads == 0
     step = _Step(
-        query_starts.astype(np.int64),
-        kv_lens.astype(np.int64),
-        block_tables.astype(np.int64),
-        block_stride=layers * 2 * block_tokens,
-        block_tokens=block_tokens,
-        group_size=num_heads // kv_heads,
+        counts=np.diff(query_starts).astype(np.int64),
+        starts=query_starts[:-1].astype(np.int64),
+        kv_lens=kv_lens.astype(np.int64),
+        block_tables=block_tables.astype(np.int64),
+        num_layers=kv.shape[1],
+        num_kv_heads=num_kv_heads,
+        block_tokens=kv.shape[3] * kv.shape[4] // num_kv_heads,
+        group_size=num_heads // num_kv_heads,
         dtype=kv.dtype,
         device=kv.device,
     )
-    return AttentionPlan(step.tensor(_write_rows(step)), tuple(_groups(step)))
+    fresh = _fresh_blocks(step)
+    return AttentionPlan(
+        write_rows=step.tensor(_write_rows(step)),
+        fresh_blocks=step.tensor(fresh) if len(fresh) else None,
+        groups=tuple(_groups(step)),
+        block_tokens=step.block_tokens,
+    )
 
 
 def _write_rows(step: _Step) -> Int64s:
-    counts = np.diff(step.query_starts)
-    sequence = np.repeat(np.arange(len(counts)), counts)
-    first = step.kv_lens - counts - step.query_starts[:-1]
-    keys = step.rows(sequence, np.arange(step.query_starts[-1]) + first[sequence])
-    return np.stack((keys, keys + step.block_tokens), 1)
+    sequence = np.repeat(np.arange(len(step.counts)), step.counts)
+    first = step.kv_lens - step.counts - step.starts
+    position = np.arange(len(sequence)) + first[sequence]
+    blocks = step.block_tables[sequence, position // step.block_tokens]
+    pages = step.pages(blocks[:, None])[..., 0].swapaxes(0, 1)
+    return pages * step.block_tokens + (position % step.block_tokens)[:, None, None]
+
+
+def _fresh_blocks(step: _Step) -> Int64s:
+    last = step.kv_lens // step.block_tokens
+    begun = (step.kv_lens % step.block_tokens > 0) & (step.kv_lens - step.counts <= last * step.block_tokens)
+    sequences = np.flatnonzero(begun)
+    return step.block_tables[sequences, last[sequences]]
 
 
 def _groups(step: _Step) -> list[Group]:
-    counts = np.diff(step.query_starts)
     groups = []
-    for queries in np.unique(counts):
-        members = np.flatnonzero(counts == queries)
-        if queries == 0:
-            continue
+    for queries in np.unique(step.counts[step.counts > 0]):
+        members = np.flatnonzero(step.counts == queries)
         if queries > MOST_BATCHED_QUERIES:
-            groups += [_group(step, np.array([s])) for s in members]
+            groups += [_group(step, np.array([s]), int(queries)) for s in members]
         else:
-            groups += [_group(step, part) for part in split_by_length(members, step.kv_lens)]
+            groups += [_group(step, part, int(queries)) for part in split_by_length(members, step.kv_lens)]
     return groups
 
 
@@ -124,40 +156,40 @@ def split_by_length(members: Int64s, kv_lens: Int64s) -> list[Int64s]:
     return [*parts, np.sort(order[start:])]
 
 
-def _group(step: _Step, members: Int64s) -> Group:
-    queries = step.queries(int(members[0]))
+def _group(step: _Step, members: Int64s, queries: int) -> Group:
     lengths = step.kv_lens[members]
     longest = int(lengths.max())
-    alone_from_start = len(members) == 1 and longest == queries
+    own_only = len(members) == 1 and longest == queries
     return Group(
         tokens=_tokens(step, members, queries),
         num_sequences=len(members),
         num_queries=queries,
-        rows=None if alone_from_start else _read_rows(step, members, longest),
-        bias=None if alone_from_start else _bias(step, lengths, queries, longest),
+        num_keys=longest,
+        pages=None if own_only else _read_pages(step, members, lengths, longest),
+        bias=None if own_only else _bias(step, lengths, queries, longest),
     )
 
 
 def _tokens(step: _Step, members: Int64s, queries: int) -> slice | Tensor:
-    starts = step.query_starts[members]
+    starts = step.starts[members]
     if np.array_equal(starts, starts[0] + np.arange(len(members)) * queries):
         return slice(int(starts[0]), int(starts[0]) + len(members) * queries)
     return step.tensor((starts[:, None] + np.arange(queries)).ravel())
 
 
-def _read_rows(step: _Step, members: Int64s, longest: int) -> Tensor:
-    """Short sequences repeat their last row: what else lies in the arena may be NaN, and 0 * NaN isn't 0."""
-    position = np.minimum(np.arange(longest), step.kv_lens[members][:, None] - 1)
-    keys = step.rows(members[:, None], position).ravel()
-    return step.tensor(np.concatenate((keys, keys + step.block_tokens)))
+def _read_pages(step: _Step, members: Int64s, lengths: Int64s, longest: int) -> Tensor:
+    """Short sequences repeat their last block where others still have some: any finite numbers would do."""
+    wanted = np.arange(-(-longest // step.block_tokens))
+    last = (lengths - 1) // step.block_tokens
+    blocks = step.block_tables[members[:, None], np.minimum(wanted, last[:, None])]
+    return step.tensor(step.pages(blocks).ravel())
 
 
 def _bias(step: _Step, lengths: Int64s, queries: int, longest: int) -> Tensor | None:
-    """0 where query i of a sequence may see key j, -inf elsewhere; repeated for the heads folded into the queries."""
+    """Key j is hidden from query i of a sequence unless j <= length - queries + i. Repeated for the G folded heads."""
     if queries == 1 and int(lengths.min()) == longest:
         return None
     last_seen = lengths[:, None] - queries + np.arange(queries)
-    hidden = np.arange(longest) > last_seen[:, :, None]
-    bias = torch.zeros(hidden.shape, dtype=step.dtype, device=step.device)
-    bias.masked_fill_(torch.from_numpy(hidden).to(step.device), float("-inf"))
+    hidden = torch.from_numpy(np.arange(longest) > last_seen[:, :, None]).to(step.device)
+    bias = torch.zeros(hidden.shape, dtype=step.dtype, device=step.device).masked_fill_(hidden, float("-inf"))
     return bias.repeat(1, step.group_size, 1).unsqueeze(1)

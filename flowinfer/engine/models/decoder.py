@@ -16,7 +16,7 @@ from flowinfer.engine.models.linear import Projection, make_linear
 from flowinfer.engine.models.moe import ExpertFFN, GatedFFN
 from flowinfer.engine.models.rope import Rope, rotate
 from flowinfer.engine.step import StepInput
-from flowinfer.kernels.paged_attention import AttentionPlan, paged_attention, plan_attention
+from flowinfer.kernels.paged_attention import AttentionPlan, paged_attention, plan_attention, wipe_fresh_blocks
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +55,7 @@ class Model:
         the step's tokens are written there, and each token attends to all before it and itself.
         """
         plan = self._plan(step, kv)
+        wipe_fresh_blocks(kv, plan)
         rope = self._rope.at(step.positions)
         x_TH = F.embedding(step.tokens, self._embed_VH)
         for index, layer in enumerate(self._layers):
@@ -64,9 +65,19 @@ class Model:
         x_RH = F.rms_norm(x_TH[step.logit_rows], (self.config.hidden_size,), self._norm_H, self.config.norm_eps)
         return self._logits(x_RH)
 
+    def warmup(self) -> None:
+        """Packs the head, which a worker that only prefills never needs; without this the first logits pay 50 ms."""
+        self._logits(torch.zeros(1, self.config.hidden_size, dtype=self.dtype, device=self.device))
+
     def _plan(self, step: StepInput, kv: Tensor) -> AttentionPlan:
+        config = self.config
         return plan_attention(
-            step.query_starts, step.kv_lens, step.block_tables, kv=kv, num_heads=self.config.num_heads
+            step.query_starts,
+            step.kv_lens,
+            step.block_tables,
+            kv=kv,
+            num_heads=config.num_heads,
+            num_kv_heads=config.num_kv_heads,
         )
 
     def _block(
