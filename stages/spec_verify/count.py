@@ -22,8 +22,10 @@ class SpecCounters:
         """One step: of num_drafts[i] drafts of a sequence, accepted[i] held."""
         self._drafts.inc(int(np.count_nonzero(num_drafts)))
         self._drafted.inc(int(num_drafts.sum()))
-        self._accepted.inc(int(accepted.sum()))
-        for position, counter in enumerate(self._positions):
-            held = int(np.count_nonzero(accepted > position))
+        held = 0
+        by_count = np.bincount(accepted, minlength=len(self._positions) + 1).tolist()
+        for counter, ending_here in zip(reversed(self._positions), reversed(by_count), strict=False):
+            held += ending_here
             if held:
                 counter.inc(held)
+                self._accepted.inc(held)

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from flowinfer.message import Ids, Sampling
 
 RUNS, STOP, LENGTH = 0, 1, 2
+LOOK_EVERY = 4  # steps from look-up to look-up while no sequence of the batch is worth a draft
 Flags = NDArray[np.bool_]
 F64 = NDArray[np.float64]
 I64 = NDArray[np.int64]
@@ -67,16 +68,18 @@ class StopRules:
 
         num_tokens: length of each sequence before the new tokens. What follows an end in an accepted run is cut.
         """
-        columns = np.arange(tokens_nW.shape[1])
         room = self.limit[slots] - num_tokens
+        kept: Ids = np.minimum(counts, room)
         ends = self._ends[slots]
         is_end = tokens_nW == ends[:, :1]
         for column in range(1, ends.shape[1]):
             is_end |= tokens_nW == ends[:, column : column + 1]
-        is_end &= columns < np.minimum(counts, room)[:, None]
-        stopped = is_end.any(1)
-        kept = np.where(stopped, is_end.argmax(1) + 1, np.minimum(counts, room)).astype(np.int32)
-        reason = np.where(stopped, STOP, np.where(kept >= room, LENGTH, RUNS)).astype(np.int32)
+        reason = np.where(kept < room, RUNS, LENGTH).astype(np.int32)
+        if is_end.any():
+            is_end &= np.arange(tokens_nW.shape[1]) < kept[:, None]
+            stopped = is_end.any(1)
+            kept = np.where(stopped, is_end.argmax(1) + 1, kept).astype(np.int32)
+            reason[stopped] = STOP
         return kept, reason
 
 
@@ -84,8 +87,9 @@ class DraftLength:
     """How many drafts are worth verifying, from how well the guesses of each sequence did lately.
 
     Every step with a guess is a trial of its first token, verified or not: the token that came tells for free, so
-    a sequence whose text turns repetitive starts to draft without a probe. Hits and trials fade by `FADE` a step, and
-    start as a prior of PRIOR_HITS in PRIOR_TRIALS. With acceptance a, draft j holds with a**j.
+    a sequence whose text turns repetitive starts to draft without a probe. Hits and trials fade by FADE a trial, beside
+    a fixed prior of PRIOR_HITS in PRIOR_TRIALS. With acceptance a, draft j holds with a**j. While no sequence of the
+    batch is worth a draft, guesses are made on every fourth step only.
 
     A step takes 1 + row_cost * rows (in units of its fixed time). A further row pays if it raises tokens per time, that
     is, if its draft holds with more than row_cost * n / (1 + row_cost * n) at n sequences: nearly free for one stream,
@@ -140,6 +144,7 @@ class NgramDraft:
         self._cells = np.zeros(max_slots * self._lengths.size << self._bits, np.int32)
         self._indexed = np.zeros(max_slots, np.int64)  # n-grams that end before this position are in the table
         self._offsets = np.arange(ngram_max)
+        self._first, self._levels = ngram_min - 1, np.arange(self._lengths.size)
         self._multipliers = np.cumprod(np.full(ngram_max, 0xD1B54A32D192ED03, np.uint64))  # of a polynomial hash
         self._beyond = self._offsets >= self._lengths[:, None]  # offsets that an n-gram of each length doesn't reach
         self._columns = np.arange(max_drafts)
@@ -156,9 +161,8 @@ class NgramDraft:
         Where a match lies so near the end that fewer than D tokens follow it, they repeat, as they'd do in a loop.
         """
         last = num_tokens.astype(np.int64) - 1
-        self._index(slots, last)
-        suffix = self._windows(slots, last)
-        place = self._cells[self._addresses(slots, suffix)].astype(np.int64)
+        suffix, cells = self._index(slots, last)
+        place = self._cells[cells]
         there = self._tokens[slots[:, None, None], np.maximum(place[:, :, None] - 1 - self._offsets, 0)]
         found = ((there == suffix[:, None, :]) | self._beyond).all(2)
         found &= (place > 0) & (num_tokens[:, None] > self._lengths)
@@ -168,27 +172,29 @@ class NgramDraft:
         span = last + 1 - source
         return hit, self._tokens[slots[:, None], source[:, None] + self._columns % span[:, None]]
 
-    def _index(self, slots: Ids, last: I64) -> None:
-        """Enters the n-grams that end before the last token; the one that ends there would only find itself."""
-        first = self._indexed[slots]
-        counts = last - first
-        owners = np.repeat(slots, counts)
-        ends = np.arange(owners.size) - np.repeat(np.cumsum(counts) - counts - first, counts)
-        addresses = self._addresses(owners, self._windows(owners, ends))
-        inside = ends[:, None] >= self._lengths - 1
-        following = np.broadcast_to((ends + 1).astype(np.int32)[:, None], addresses.shape)
-        self._cells[addresses[inside]] = following[inside]  # of equal addresses the last, so the latest, stays
-        self._indexed[slots] = last
+    def _index(self, slots: Ids, last: I64) -> tuple[Ids, I64]:
+        """Enters the n-grams that end before the last token; the one that ends there would only find itself.
 
-    def _windows(self, slots: Ids, ends: I64) -> Ids:
-        """The tokens up to `ends`, latest first, int32 [m, ngram_max]; before the start it repeats the first."""
-        windows: Ids = self._tokens[slots[:, None], np.maximum(ends[:, None] - self._offsets, 0)]
-        return windows
+        Returns that one: its tokens, latest first, int32 [n, ngram_max], and the cell of each of its lengths.
+        """
+        first = self._indexed[slots]
+        counts = last - first + 1
+        after = np.cumsum(counts)
+        owners = np.repeat(slots, counts)
+        ends = np.arange(owners.size) - np.repeat(after - counts - first, counts)
+        windows = self._tokens[owners[:, None], np.maximum(ends[:, None] - self._offsets, 0)]
+        cells = self._addresses(owners, windows)
+        earlier = ends[:, None] >= self._lengths - 1
+        earlier[after - 1] = False
+        following = np.broadcast_to((ends + 1).astype(np.int32)[:, None], cells.shape)
+        self._cells[cells[earlier]] = following[earlier]  # of equal addresses the last, so the latest, stays
+        self._indexed[slots] = last
+        return windows[after - 1], cells[after - 1]
 
     def _addresses(self, slots: Ids, windows: Ids) -> I64:
         """The cell of each length's n-gram, int64 [m, lengths]."""
-        sums = np.cumsum((windows.astype(np.uint64) + np.uint64(1)) * self._multipliers, axis=1)
-        hashes = sums[:, self._lengths - 1] * np.uint64(0x9E3779B97F4A7C15) >> np.uint64(64 - self._bits)
-        tables = slots.astype(np.int64)[:, None] * self._lengths.size + np.arange(self._lengths.size)
-        addresses: I64 = (tables << self._bits) + hashes.astype(np.int64)
+        sums = np.cumsum((windows + 1).astype(np.uint64) * self._multipliers, axis=1)
+        hashes = sums[:, self._first :] * np.uint64(0x9E3779B97F4A7C15) >> np.uint64(64 - self._bits)
+        tables = slots[:, None] * np.int64(self._lengths.size) + self._levels
+        addresses: I64 = (tables << self._bits) + hashes.view(np.int64)
         return addresses

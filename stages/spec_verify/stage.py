@@ -17,6 +17,7 @@ from flowinfer.message import Finish, FinishReason, Ids, Logits, Opening, Propos
 from flowinfer.stage import Contract, Stage, StageConfig
 from flowinfer.stages.spec_verify.policy import (
     LENGTH,
+    LOOK_EVERY,
     RUNS,
     STOP,
     DraftLength,
@@ -198,14 +199,15 @@ class SpecVerify(Stage):
 
     def _finite(self, slots: Ids, chosen: Ids, accepted: Ids, known: NDArray[np.bool_]) -> NDArray[np.bool_]:
         """Which of the known sequences have logits that can be sampled; the others fail."""
-        finite: NDArray[np.bool_] = ~((chosen < 0) & (np.arange(chosen.shape[1]) <= accepted[:, None])).any(1)
-        if not finite.all():
-            for slot in slots[known & ~finite].tolist():
-                request = self.known[slot]
-                self._forget(slot)
-                self.batch.finish(slot)
-                text = "The model gave logits that aren't finite for this request."
-                self.ctx.fail(request, RequestError(500, text, code="logits_not_finite"))
+        if chosen.min(initial=0) >= 0:
+            return known
+        finite = np.logical_not(((chosen < 0) & (np.arange(chosen.shape[1]) <= accepted[:, None])).any(1))
+        for slot in slots[known & ~finite].tolist():
+            request = self.known[slot]
+            self._forget(slot)
+            self.batch.finish(slot)
+            text = "The model gave logits that aren't finite for this request."
+            self.ctx.fail(request, RequestError(500, text, code="logits_not_finite"))
         return finite & known
 
     def _write(self, slots: Ids, chosen: Ids, counts: Ids, positions: Ids) -> None:
@@ -293,13 +295,15 @@ class SpecVerify(Stage):
         batch = self.batch
         num_tokens = batch.num_tokens[slots]
         last = batch.tokens[slots, num_tokens - 1]
-        if not self.max_drafts:
+        worth = self.length.choose(slots) if self.max_drafts else _NONE
+        if not worth.any() and (not self.max_drafts or step % LOOK_EVERY):
+            self.has_guess[slots] = False
             return Proposal(step=step, slots=slots, counts=np.ones(slots.size, np.int32), tokens=last)
         found, guesses = self.ngrams.guess(slots, num_tokens)
         self.has_guess[slots] = found
         self.guesses[slots] = guesses
         room = self.stops.limit[slots] - num_tokens - 1  # verifying k drafts may give k + 1 tokens
-        worth = np.minimum(np.minimum(self.length.choose(slots), self.max_drafts), room)
+        worth = np.minimum(np.minimum(worth, self.max_drafts), room)
         counts = np.where(found, worth, 0).astype(np.int32) + 1
         rows = np.concatenate([last[:, None], guesses], axis=1)
         return Proposal(step=step, slots=slots, counts=counts, tokens=rows[np.arange(rows.shape[1]) < counts[:, None]])

@@ -16,7 +16,9 @@ from flowinfer.engine.batch import Batch
 from flowinfer.engine.sampling import Sampler
 from flowinfer.errors import RequestError, StageError
 from flowinfer.message import Ids, KVHandle, Logits, Proposal, Sampling, Sequence, Tokens
+from flowinfer.observe import metrics
 from flowinfer.stage import ports
+from flowinfer.stages.spec_verify.count import SpecCounters
 from flowinfer.stages.spec_verify.stage import SpecVerify
 
 torch.set_num_threads(1)
@@ -382,3 +384,18 @@ def test_greedy_slots_stay_plain(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(Sampler, "_picky_rows", refuse)
     assert Loop(cycle(5)).run(sequence("a", ids(0, 1), max_tokens=3))["a"].tokens == [2, 3, 4]
+
+
+def test_counters_count_drafts_by_position() -> None:
+    names = ("spec_drafts_total", "spec_draft_tokens_total", "spec_accepted_tokens_total")
+
+    def read() -> dict[tuple[str, str], float]:
+        samples = metrics.snapshot()
+        return {(name.removeprefix("flowinfer:"), labels.get("position", "")): value for name, labels, value in samples}
+
+    before = read()
+    counters = SpecCounters(3)
+    counters.count(ids(3, 3, 0, 2), ids(3, 1, 0, 0))
+    rise = {key: value - before.get(key, 0) for key, value in read().items()}
+    assert [rise[name, ""] for name in names] == [3, 8, 4]
+    assert [rise["spec_accepted_per_position_total", str(i)] for i in range(3)] == [2, 1, 1]

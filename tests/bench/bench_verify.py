@@ -30,6 +30,13 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
+CONFIGS = {
+    "none": SpecVerify.Config(draft="none"),
+    "ngram": SpecVerify.Config(draft="ngram"),
+    "forced": SpecVerify.Config(draft="ngram", row_cost=0.0),  # drafts wherever a guess is found
+}
+
+
 class Decoder:
     """A stage with a batch of `slots` long sequences, fed with logits that are peaked as a model's are."""
 
@@ -44,7 +51,7 @@ class Decoder:
             on_finish=lambda slot: None,
         )
         ctx: Any = SimpleNamespace(stage="verify", shared=lambda key, make: self.batch, fail=print)
-        self.stage = SpecVerify(SpecVerify.Config(draft=draft, row_cost=0.0), ctx)  # type: ignore[arg-type]
+        self.stage = SpecVerify(CONFIGS[draft], ctx)
         self.stage.open()
         self.sampled = 0.0
         self._time_sampling()
@@ -105,14 +112,14 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     if arguments.profile:
-        decoder = Decoder(64, "ngram", KINDS["greedy"])
+        decoder = Decoder(64, "forced", KINDS["greedy"])
         decoder.step(0)
         with cProfile.Profile() as profile:
             for number in range(1, 200):
                 decoder.step(number)
         pstats.Stats(profile).sort_stats("tottime").print_stats(15)
         return
-    cases = [(slots, draft, "greedy") for slots in (1, 16, 64) for draft in ("none", "ngram")]
+    cases = [(slots, draft, "greedy") for slots in (1, 16, 64) for draft in CONFIGS]
     cases += [(64, "none", kind) for kind in KINDS if kind != "greedy"]
     print(f"vocabulary {VOCAB:,}, history {HISTORY:,} tokens, medians in ms")
     print(f"{'batch':>5} {'draft':>6} {'sampling':>20} {'rows':>5} {'host':>7} {'sampling':>9}")
