@@ -91,12 +91,25 @@ class Encoder:
         ]
 
     def _split(self, text: str, *, first: bool) -> list[int]:
-        """Encodes text whose ids name a control token in parts, cut within the characters that gave it."""
-        tokenizer = self._vocabulary.first if first else self._vocabulary.inner
-        encoding = tokenizer.encode(text, add_special_tokens=False)
-        pairs = zip(encoding.ids, encoding.offsets, strict=True)
-        start, end = next(offsets for index, offsets in pairs if index in self._forbidden)
-        cut = start + 1 if end - start > 1 else end
-        if cut in (0, len(text)):  # a control token of one character: there is no other way to write it
-            return [index for index in encoding.ids if index not in self._forbidden]
-        return self.plain(text[:cut], first=first) + self.plain(text[cut:], first=False)
+        """Encodes text whose ids name a control token in parts, cut within the characters that gave it.
+
+        Needed where the model's own pieces can't lose the control tokens (Unigram). Every round cuts all that it finds,
+        so there are no more rounds than a control token has characters.
+        """
+        ids: list[int] = []
+        rest = [text]
+        while rest:
+            part = rest.pop()
+            tokenizer = self._vocabulary.inner if ids or not first else self._vocabulary.first
+            encoding = tokenizer.encode(part, add_special_tokens=False)
+            cuts = [
+                start + 1
+                for index, (start, end) in zip(encoding.ids, encoding.offsets, strict=True)
+                if index in self._forbidden and end - start > 1
+            ]
+            if cuts:
+                bounds = zip([0, *cuts], [*cuts, len(part)], strict=True)
+                rest += reversed([part[start:end] for start, end in bounds])
+            else:  # a control token of one character can't be written otherwise: it's left out
+                ids += [index for index in encoding.ids if index not in self._forbidden]
+        return ids

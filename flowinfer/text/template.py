@@ -41,6 +41,7 @@ RENDER_ERRORS = (
     RecursionError,
 )
 Messages = Sequence[Mapping[str, Any]]
+Tools = Sequence[Mapping[str, Any]]
 
 
 class TemplateRefusal(jinja2.TemplateError):
@@ -62,13 +63,15 @@ class ChatTemplate:
     def render(
         self,
         messages: Messages,
-        tools: list[dict[str, Any]] | None = None,
+        tools: Tools | None = None,
+        /,
         *,
         add_generation_prompt: bool = True,
         **arguments: Any,
     ) -> list[Segment]:
         """The conversation as segments. Raises RequestError (400) with the template's own words where it refuses."""
-        taken = [name for name in arguments if name in self._environment.globals or name in _RESERVED]
+        reserved = _RESERVED | self._variables.keys() | self._environment.globals.keys()
+        taken = [name for name in arguments if name in reserved]
         if taken:
             raise RequestError(400, f"{taken[0]!r} can't be set for a chat template.", param="chat_template_kwargs")
         values = {**arguments, "add_generation_prompt": add_generation_prompt}
@@ -83,7 +86,7 @@ class ChatTemplate:
             message = f"The chat template can't render this conversation: {error}"
             raise RequestError(400, message, code="chat_template", param="messages") from error
 
-    def render_untraced(self, messages: Messages, **arguments: Any) -> str:
+    def render_untraced(self, messages: Messages, /, **arguments: Any) -> str:
         """What plain Jinja makes of it: the yardstick of the self-test. Raises jinja2.TemplateError."""
         template = self._environment.from_string(self.source)
         return template.render(
@@ -99,9 +102,7 @@ class ChatTemplate:
         return sorted(filters | {f".{name}()" for name in untraced})
 
 
-_RESERVED = frozenset(
-    {"messages", "tools", "bos_token", "eos_token", "unk_token", "pad_token", "self", "loop", "caller"}
-)
+_RESERVED = frozenset({"messages", "tools", "bos_token", "eos_token", "self", "loop", "caller", "varargs", "kwargs"})
 
 
 def _with_roles(messages: Messages) -> list[dict[str, Any]]:

@@ -16,11 +16,10 @@ from flowinfer.message import Ids
 from flowinfer.text.encoding import Encoder
 from flowinfer.text.incremental import Glyphs, strip_opening
 from flowinfer.text.selftest import check_template
-from flowinfer.text.template import ChatTemplate, Messages
+from flowinfer.text.template import ChatTemplate, Messages, Tools
 from flowinfer.text.traced import Segment
 from flowinfer.text.vocabulary import Vocabulary
 
-_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 _NO_LIMIT = 2**31 - 1
 
 
@@ -46,7 +45,7 @@ class TextTokenizer:
         self.control_ids = vocabulary.control_ids
         self.context_length = context_length
         self.vocab_size = vocab_size or vocabulary.size
-        self.special_tokens = {name: text for name in _NAMES if (text := _content(config.get(name))) is not None}
+        self.special_tokens = _special_tokens(config)
         self.eos_ids = tuple(sorted({*eos_ids, *self._ids_of("eos_token")}))
         self._encoder = Encoder(vocabulary)
         self._bos = self._opening_ids(config.get("add_bos_token"))
@@ -65,7 +64,7 @@ class TextTokenizer:
         """Ids, int32 [tokens], of a rendered conversation."""
         return self._encoder.segments(segments)
 
-    def render(self, messages: Messages, tools: list[dict[str, Any]] | None = None, **arguments: Any) -> list[Segment]:
+    def render(self, messages: Messages, tools: Tools | None = None, /, **arguments: Any) -> list[Segment]:
         """The conversation in the model's format. Raises RequestError (400) where the template refuses it."""
         name = "tool_use" if tools and "tool_use" in self.templates else "default"
         template = self.templates.get(name)
@@ -160,5 +159,8 @@ def _eos(generation: Mapping[str, Any], model: Mapping[str, Any]) -> list[int]:
     return [] if ids is None else [int(index) for index in (ids if isinstance(ids, list) else [ids])]
 
 
-def _content(token: Any) -> str | None:
-    return token.get("content") if isinstance(token, dict) else token
+def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
+    """bos_token, eos_token and others by name; each is text, or an object that holds it."""
+    named = {name: token for name, token in config.items() if name.endswith("_token")}
+    texts = {name: token.get("content") if isinstance(token, dict) else token for name, token in named.items()}
+    return {name: text for name, text in texts.items() if isinstance(text, str)}

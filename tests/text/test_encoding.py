@@ -117,3 +117,22 @@ def test_a_folder_without_a_tokenizer_is_named(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{")
     with pytest.raises(ModelError, match="can't be read as a tokenizer"):
         load_tokenizer(tmp_path)
+
+
+def test_markers_by_the_thousand_cost_no_recursion(make_tokenizer: MakeTokenizer) -> None:
+    tokenizer = make_tokenizer("unigram")
+    text = "<s>[INST]" * 5_000
+    assert not tokenizer.control_ids & set(tokenizer.encode_plain(text).tolist())
+
+
+def test_any_named_token_of_the_configuration_counts_as_special() -> None:
+    tree = json.loads((Path(__file__).parents[1] / "data/tiny_chat/tokenizer.json").read_text())
+    config = {
+        "eos_token": {"content": "<|im_end|>"},
+        "image_token": "<think>",
+        "add_bos_token": False,
+        "pad_token": None,
+    }
+    tokenizer = TextTokenizer(Vocabulary(tree), config=config)
+    assert tokenizer.special_tokens == {"eos_token": "<|im_end|>", "image_token": "<think>"}
+    assert tokenizer.eos_ids == (2,)

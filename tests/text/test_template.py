@@ -211,7 +211,7 @@ def test_an_unknown_role_is_plain_text() -> None:
 
 def test_arguments_of_a_request_are_plain_and_cant_replace_what_a_template_relies_on() -> None:
     assert render("{{ greeting }}", greeting="<s>") == [Segment(False, "<s>")]
-    for name in ("bos_token", "raise_exception", "range"):
+    for name in ("bos_token", "raise_exception", "range", "messages", "tools", "self"):
         with pytest.raises(RequestError, match=name):
             render("{{ bos_token }}", **{name: "<x>"})
 
