@@ -31,7 +31,7 @@ class Group:
     tokens   their rows of the step: a slice where they lie together, else int64 [B * Q]
     pages    int64 [2 * B * K * L / block_tokens] pages of layer 0, keys then values, L rounded up to whole blocks;
              None: the step's own K and V are the whole context
-    bias     [B, 1, G * Q, L] in q's dtype, added to the scores: 0 or -inf; None where all L keys are seen, or pages is None
+    bias     [B, 1, G * Q, L] in q's dtype, added to the scores: 0 or -inf; None where nothing is hidden, or without pages
     """
 
     tokens: slice | Tensor
@@ -46,8 +46,8 @@ class Group:
 class AttentionPlan:
     """write_rows int64 [T, 2, K]: rows of D numbers, in layer 0, of each token's keys and values.
 
-    fresh_blocks int64: blocks begun but not filled in this step. What an earlier tenant left in them is wiped, since even
-    unseen keys are multiplied (by zero, and 0 * NaN isn't 0).
+    fresh_blocks int64: blocks begun but not filled in this step. What an earlier tenant left in them is wiped,
+    since even unseen keys are multiplied (by zero, and 0 * NaN isn't 0).
     """
 
     write_rows: Tensor
@@ -92,7 +92,7 @@ def plan_attention(
     """The plan of one step over S sequences.
 
     query_starts int32 [S + 1], kv_lens int32 [S] (this step's tokens included), block_tables int32 [S, blocks] padded
-    with any valid id, kv the arena [blocks, layers, 2, block_tokens, K, D] (of whose last axes only the product counts).
+    with any valid id, kv the arena [blocks, layers, 2, block_tokens, K, D] (heads may also come before tokens).
     """
     assert kv.is_contiguous() and num_heads % num_kv_heads == 0
     step = _Step(
@@ -122,7 +122,8 @@ def _write_rows(step: _Step) -> Int64s:
     position = np.arange(len(sequence)) + first[sequence]
     blocks = step.block_tables[sequence, position // step.block_tokens]
     pages = step.pages(blocks[:, None])[..., 0].swapaxes(0, 1)
-    return pages * step.block_tokens + (position % step.block_tokens)[:, None, None]
+    rows: Int64s = pages * step.block_tokens + (position % step.block_tokens)[:, None, None]
+    return rows
 
 
 def _fresh_blocks(step: _Step) -> Int64s:

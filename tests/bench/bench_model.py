@@ -1,4 +1,4 @@
-"""Speed of the model alone: decode ms a step, prefill tokens a second. Run: python tests/bench/bench_model.py [--threads 2]."""
+"""Speed of the model alone: milliseconds a step, tokens a second. Run: python tests/bench/bench_model.py [--threads 2]."""
 
 from __future__ import annotations
 
@@ -60,23 +60,24 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     for dtype in args.dtypes.split(","):
-        start = time.perf_counter()
-        model = load_model(hub.resolve(args.model), dtype=dtype, device="cpu")
-        model.warmup()
-        loaded = time.perf_counter() - start
-        table = Table(
-            "step", "ms", "tokens/s", title=f"{dtype}, {args.threads} threads, load and warm-up {loaded:.1f} s"
-        )
-        kv = arena(model, 64 * 5)
-        for batch in (1, 4, 16, 64):
-            step = step_of(batch, 1, 256, logits=True)
-            ms = median_ms(lambda step=step: model.forward(step, kv), seconds=args.seconds)
-            table.add_row(f"decode, {batch} sequences of 256", f"{ms:.1f}", f"{batch / ms * 1e3:.0f}")
-        for queries, context in ((512, 512), (2048, 2048), (512, 2048)):
-            step = step_of(1, queries, context, logits=False)
-            ms = median_ms(lambda step=step: model.forward(step, kv), seconds=args.seconds)
-            table.add_row(f"prefill, {queries} tokens up to {context}", f"{ms:.0f}", f"{queries / ms * 1e3:.0f}")
-        Console().print(table)
+        Console().print(bench(args.model, dtype, threads=args.threads, seconds=args.seconds))
+
+
+def bench(name: str, dtype: str, *, threads: int, seconds: float) -> Table:
+    """One row for each kind of step."""
+    start = time.perf_counter()
+    model = load_model(hub.resolve(name), dtype=dtype, device="cpu")
+    model.warmup()
+    loaded = time.perf_counter() - start
+    table = Table("step", "ms", "tokens/s", title=f"{dtype}, {threads} threads, load and warm-up {loaded:.1f} s")
+    kv = arena(model, 64 * 4)
+    steps = {f"decode, {batch} sequences of 256": step_of(batch, 1, 256, logits=True) for batch in (1, 4, 16, 64)}
+    for queries, context in ((512, 512), (2048, 2048), (512, 2048)):
+        steps[f"prefill, {queries} tokens up to {context}"] = step_of(1, queries, context, logits=False)
+    for title, step in steps.items():
+        ms = median_ms(lambda step=step: model.forward(step, kv), seconds=seconds)
+        table.add_row(title, f"{ms:.1f}", f"{step.num_tokens / ms * 1e3:,.0f}")
+    return table
 
 
 if __name__ == "__main__":

@@ -93,7 +93,7 @@ class Runner:
         config = model.config
         shape = (num_blocks, config.num_layers, 2, 64, config.num_kv_heads, config.head_dim)
         self.model = model
-        self.kv = torch.full(shape, float("nan"), dtype=model.dtype)
+        self.kv = torch.full(shape, float("nan"), dtype=model.dtype, device=model.device)
         self.free = [int(b) for b in np.random.default_rng(0).permutation(num_blocks)]
         self.blocks: dict[int, list[int]] = {}
         self.lengths: dict[int, int] = {}
@@ -106,7 +106,7 @@ class Runner:
             held += [self.free.pop() for _ in range(-(-self.lengths[s] // 64) - len(held))]
         logits = self.model.forward(self._input(parts), self.kv)
         assert logits is not None and logits.dtype is torch.float32
-        return dict(zip(parts, logits.split([len(ids) for ids in parts.values()]), strict=True))
+        return dict(zip(parts, logits.cpu().split([len(ids) for ids in parts.values()]), strict=True))
 
     def _input(self, parts: dict[int, list[int]]) -> StepInput:
         counts = [len(ids) for ids in parts.values()]
@@ -116,12 +116,12 @@ class Runner:
         for row, s in enumerate(parts):
             tables[row, : len(self.blocks[s])] = self.blocks[s]
         return StepInput(
-            tokens=torch.tensor([token for ids in parts.values() for token in ids]),
-            positions=torch.cat(positions),
+            tokens=torch.tensor([token for ids in parts.values() for token in ids]).to(self.model.device),
+            positions=torch.cat(positions).to(self.model.device),
             query_starts=np.cumsum([0, *counts]).astype(np.int32),
             kv_lens=np.array(lengths, np.int32),
             block_tables=tables,
-            logit_rows=torch.arange(sum(counts)),
+            logit_rows=torch.arange(sum(counts)).to(self.model.device),
         )
 
 
@@ -154,8 +154,21 @@ def test_a_prompt_may_be_cut_anywhere(pair: tuple[Model, Callable[..., Tensor]],
 
 def test_sequences_of_one_step_do_not_mix(pair: tuple[Model, Callable[..., Tensor]]) -> None:
     model, oracle = pair
+    _check_mixed_steps(model, oracle)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("family", FAMILIES)
+def test_cuda_gives_the_logits_of_transformers(family: str, tmp_path: Path) -> None:
+    oracle = _oracle(*FAMILIES[family], tmp_path)
+    _check_mixed_steps(load_model(tmp_path, dtype="float32", device="cuda"), oracle)
+
+
+def _check_mixed_steps(model: Model, oracle: Callable[[list[int]], Tensor]) -> None:
     ids = {s: _ids(length, seed=s) for s, length in enumerate([190, 3, 90, 64, 130])}
-    runner, got = Runner(model), {s: [] for s in ids}
+    runner = Runner(model)
+    got: dict[int, list[Tensor]] = {s: [] for s in ids}
     steps = [
         {0: ids[0][:120], 1: ids[1][:1], 2: ids[2][:20], 3: ids[3][:63]},
         {1: ids[1][1:2], 0: ids[0][120:180], 4: ids[4][:129], 3: ids[3][63:], 2: ids[2][20:85]},
