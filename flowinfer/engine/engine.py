@@ -36,6 +36,7 @@ from flowinfer.message import (
     KVUnpin,
     Prompt,
     WorkerDown,
+    WorkerUp,
 )
 from flowinfer.observe import metrics
 from flowinfer.stage import Arena, Context
@@ -264,6 +265,9 @@ class Engine:
                 self._push(event)
             case WorkerDown():
                 self._on_down(event)
+            case WorkerUp() if self.pool.num_cached:
+                # A front that started again has an empty index: without this, what is cached here is never asked for.
+                self.ctx.send(BlockStored(owner=self.ctx.worker, hashes=self.pool.names()), to=event.worker)
 
     def copy_pinned(self, held: HeldKV, source: Ids) -> None:
         """Copies cached blocks of another worker (arena ids) over the next blocks of `held`, not computed yet."""

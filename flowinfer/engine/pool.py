@@ -74,6 +74,10 @@ class KVPool:
             blocks.append(block)
         return blocks
 
+    def names(self) -> list[bytes]:
+        """Chain hashes of everything cached, in the order in which it was named."""
+        return list(self._named)
+
     def num_matching(self, hashes: Sequence[bytes]) -> int:
         """How many leading hashes are cached here."""
         return next((i for i, name in enumerate(hashes) if name not in self._named), len(hashes))
