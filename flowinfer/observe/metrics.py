@@ -5,6 +5,7 @@ Bind labels once, as in `busy = metrics.counter("stage_busy_seconds_total").labe
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -12,12 +13,14 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from flowinfer.errors import FlowInferError
 from flowinfer.observe.catalog import BY_NAME, Metric
+from flowinfer.observe.tally import Tally
 
 Sample = tuple[str, dict[str, str], float]
-Made = TypeVar("Made", Counter, Gauge, Histogram)
+Made = TypeVar("Made", Counter, Gauge, Histogram, Tally)
 
 registry = CollectorRegistry()
-_made: dict[str, Counter | Gauge | Histogram] = {}
+_lock = threading.Lock()
+_made: dict[str, Counter | Gauge | Histogram | Tally] = {}
 
 
 def counter(name: str) -> Counter:
@@ -37,6 +40,11 @@ def histogram(name: str) -> Histogram:
     )
 
 
+def tally(name: str) -> Tally:
+    """The histogram of this name, without labels, for a path on which each token counts. One thread observes."""
+    return _get(name, Tally, lambda m: Tally(m.full_name, m.help, m.buckets, registry), kind="histogram")
+
+
 def snapshot() -> list[Sample]:
     """All samples of this process: (name, labels, value), histograms as _bucket, _count and _sum."""
     families = registry.collect()
@@ -48,10 +56,11 @@ def snapshot() -> list[Sample]:
     ]
 
 
-def _get(name: str, cls: type[Made], make: Callable[[Metric], Made]) -> Made:
-    found = _made.get(name)
-    if found is None:
-        found = _made[name] = make(_defined(name, cls.__name__.lower()))
+def _get(name: str, cls: type[Made], make: Callable[[Metric], Made], *, kind: str = "") -> Made:
+    with _lock:
+        found = _made.get(name)
+        if found is None:
+            found = _made[name] = make(_defined(name, kind or cls.__name__.lower()))
     if not isinstance(found, cls):
         raise FlowInferError(f"metric {name!r} is a {type(found).__name__.lower()}, not a {cls.__name__.lower()}.")
     return found

@@ -95,10 +95,10 @@ class App:
         job = completion_job(decode(CompletionRequest, body), f"cmpl-{uuid.uuid4().hex}", self._limits)
         await self._answer(job, receive, send, headers)
 
-    async def _answer(self, job: Job, receive: Receive, send: Send, headers: Headers) -> None:
+    def _answer(self, job: Job, receive: Receive, send: Send, headers: Headers) -> Awaitable[None]:
         config = self._gateway.config
         answer = Answer(self, job, buffer=config.reader_buffer, keepalive_s=config.keepalive)
-        await answer.send(receive, send, headers)
+        return answer.send(receive, send, headers)
 
     async def _models(self, scope: Scope, receive: Receive, send: Send, headers: Headers) -> None:
         data = [self._card(model) for model in self._limits.models]
@@ -155,8 +155,8 @@ class _Endpoint:
     def __init__(self, handler: Handler) -> None:
         self._handler = handler
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await self._handler(scope, receive, send, [(b"x-request-id", scope["request_id"])])
+    def __call__(self, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
+        return self._handler(scope, receive, send, [(b"x-request-id", scope["request_id"])])
 
 
 class _Counted:

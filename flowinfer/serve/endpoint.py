@@ -61,13 +61,17 @@ class Answer:
     async def _gather(self, send: Send, headers: Headers) -> None:
         by_index: dict[int, list[Piece]] = {index: [] for index in self._indices.values()}
         while self._unfinished:
-            for piece in await self._take():
+            if (pieces := self._take()) is None:
+                await self._mailbox.news()
+                continue
+            for piece in pieces:
                 by_index[self._indices[piece.id]].append(piece)
-        pieces = [joined(by_index[index]) for index in range(len(by_index))]
-        await respond(send, 200, self._job.writer.whole(pieces), [JSON, *headers])
+        body = self._job.writer.whole([joined(by_index[index]) for index in range(len(by_index))])
+        await respond(send, 200, body, [JSON, *headers])
 
     async def _stream(self, send: Send, headers: Headers) -> None:
-        pieces = await self._take()  # before the status line, so that an early failure has a status of its own
+        while (pieces := self._take()) is None:  # before the status line: an early failure has a status of its own
+            await self._mailbox.news()
         await send({"type": "http.response.start", "status": 200, "headers": [*SSE, *headers]})
         out = self._job.writer.opening()
         try:
@@ -78,7 +82,8 @@ class Answer:
                 if out or not pieces:
                     await send({"type": "http.response.body", "body": out or KEEP_ALIVE, "more_body": True})
                     out = b""
-                pieces = await self._take()
+                while (pieces := self._take()) is None:
+                    await self._mailbox.news()
         except RequestError as error:  # the status line is long gone: the stream says it, and ends without [DONE]
             await send({"type": "http.response.body", "body": out + b"data: " + error_body(error) + b"\n\n"})
             return
@@ -89,9 +94,9 @@ class Answer:
     def _unfinished(self) -> bool:
         return len(self._last) < len(self._indices)
 
-    async def _take(self) -> list[Piece]:
-        pieces = await self._mailbox.take()
-        for piece in pieces:
+    def _take(self) -> list[Piece] | None:
+        pieces = self._mailbox.take()
+        for piece in pieces or ():
             if piece.finish is not None:
                 self._last[self._indices[piece.id]] = piece
         return pieces

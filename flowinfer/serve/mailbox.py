@@ -57,19 +57,20 @@ class Mailbox:
         self._ticked = True
         self._wake()
 
-    async def take(self) -> list[Piece]:
-        """All that has come, waiting for it; nothing after a tick. Raises Disconnected or the request's error."""
-        while True:
-            if self._gone:
-                raise Disconnected
-            if self._pieces and (self.closed or not self._whole):
-                return self._empty()
-            if self._error is not None:
-                raise self._error
-            if self._ticked:
-                return self._empty()
-            self._waiter = asyncio.get_running_loop().create_future()
-            await self._waiter
+    def take(self) -> list[Piece] | None:
+        """All that has come, [] after a tick, None if `news` is to be awaited. Raises Disconnected or the error."""
+        if self._gone:
+            raise Disconnected
+        if self._pieces and (self.closed or not self._whole):
+            return self._empty()
+        if self._error is not None:
+            raise self._error
+        return self._empty() if self._ticked else None
+
+    def news(self) -> asyncio.Future[None]:
+        """Done when `take` has something to say; await it at once. A future and not a coroutine: 1 µs less a token."""
+        self._waiter = asyncio.get_running_loop().create_future()
+        return self._waiter
 
     def _empty(self) -> list[Piece]:
         pieces, self._pieces, self._size, self._ticked = self._pieces, [], 0, False

@@ -23,7 +23,7 @@ class Record:
         self._prompt_tokens = metrics.counter("prompt_tokens_total")
         self._generated = metrics.counter("generation_tokens_total")
         self._first = metrics.histogram("time_to_first_token_seconds")
-        self._between = metrics.histogram("inter_token_latency_seconds")
+        self._between = metrics.tally("inter_token_latency_seconds")
         self._per_token = metrics.histogram("time_per_output_token_seconds")
         self._whole = metrics.histogram("request_latency_seconds")
         self._pending_tokens = 0

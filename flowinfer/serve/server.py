@@ -95,6 +95,7 @@ def _config(app: App) -> uvicorn.Config:
         log_config=None,
         access_log=False,
         server_header=False,
+        proxy_headers=False,  # a wrapper around every request, for an address that nobody reads
         timeout_keep_alive=KEEP_ALIVE_S,
         timeout_graceful_shutdown=int(STOP_TIMEOUT_S),
     )

@@ -8,10 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from prometheus_client import CollectorRegistry, Histogram, generate_latest
 
 from flowinfer.errors import FlowInferError
 from flowinfer.observe import exposition, grafana, metrics
 from flowinfer.observe.catalog import BY_NAME, CATALOG, PREFIX, ROWS
+from flowinfer.observe.tally import Tally
 
 COMMITTED = Path(__file__).parents[2] / "dashboards" / "flowinfer.json"
 FUNCTIONS = {"sum", "by", "rate", "histogram_quantile"}
@@ -46,6 +50,18 @@ def test_a_histogram_gives_buckets_count_and_sum() -> None:
     assert samples["flowinfer:step_seconds_bucket", "0.0025"] == 0
     assert samples["flowinfer:step_seconds_bucket", "0.005"] == 1
     assert samples["flowinfer:step_seconds_count", None] == 1
+
+
+@given(st.lists(st.sampled_from([0.0, 0.0005, 0.001, 0.0011, 0.5, 3.0, 1e9]), max_size=20))
+def test_a_tally_says_what_a_histogram_says(values: list[float]) -> None:
+    bounds, mine, theirs = (0.001, 0.01, 1, 2560), CollectorRegistry(), CollectorRegistry()
+    tally, histogram = Tally("x", "X.", bounds, mine), Histogram("x", "X.", buckets=bounds, registry=theirs)
+    for value in values:
+        tally.observe(value)
+        histogram.observe(value)
+    assert generate_latest(mine).splitlines() == [
+        line for line in generate_latest(theirs).splitlines() if b"_created" not in line
+    ]
 
 
 def test_undefined_names_and_wrong_types_are_refused() -> None:
