@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
+
 from flowinfer.errors import ModelError, RequestError
 from flowinfer.text.encoding import Encoder
-from flowinfer.text.template import RENDER_ERRORS, ChatTemplate, Messages
+from flowinfer.text.template import RENDER_ERRORS, ChatTemplate, Messages, Tools
 from flowinfer.text.vocabulary import Vocabulary
 
 _USER = {"role": "user", "content": "What is the capital of France?"}
@@ -13,25 +15,45 @@ _ANSWER = {"role": "assistant", "content": "Paris, of course."}
 CONVERSATIONS: tuple[Messages, ...] = ((_USER,), (_SYSTEM, _USER), (_USER, _ANSWER, _USER))
 
 
+_TOOL = {"type": "function", "function": {"name": "clock", "description": "Tells the time.", "parameters": {}}}
+_CALL = {"type": "function", "function": {"name": "clock", "arguments": {"city": "Paris"}}}
+_TOOL_CHAT: Messages = (
+    _USER,
+    {"role": "assistant", "content": "", "tool_calls": [_CALL]},
+    {"role": "tool", "name": "clock", "content": "noon"},
+)
+log = logging.getLogger(__name__)
+
+
 def check_template(template: ChatTemplate, encoder: Encoder, vocabulary: Vocabulary, name: str = "default") -> None:
     """Raises ModelError naming the marker that lost its origin and the features that may have lost it."""
     rendered = 0
     for messages in CONVERSATIONS:
         for prompted in (True, False):
-            rendered += _check(template, encoder, vocabulary, messages, prompted, name)
+            rendered += _check(template, encoder, vocabulary, messages, None, prompted, name)
     if not rendered:
         raise ModelError(f"The chat template {name!r} can't render a single message of a user.")
+    try:
+        _check(template, encoder, vocabulary, _TOOL_CHAT, [_TOOL], True, name)
+    except ModelError as error:  # not all services offer tools: their chats stay safe, if worse
+        log.warning("With tools: %s", error)
 
 
 def _check(
-    template: ChatTemplate, encoder: Encoder, vocabulary: Vocabulary, messages: Messages, prompted: bool, name: str
+    template: ChatTemplate,
+    encoder: Encoder,
+    vocabulary: Vocabulary,
+    messages: Messages,
+    tools: Tools | None,
+    prompted: bool,
+    name: str,
 ) -> bool:
     try:
-        wanted = template.render_untraced(messages, add_generation_prompt=prompted)
+        wanted = template.render_untraced(messages, tools, add_generation_prompt=prompted)
     except RENDER_ERRORS:
         return False  # many formats know no system role
     try:
-        segments = template.render(messages, add_generation_prompt=prompted)
+        segments = template.render(messages, tools, add_generation_prompt=prompted)
     except RequestError as error:
         raise ModelError(f"The chat template {name!r} can't be followed: {error}", help=_suspects(template)) from error
     if "".join(segment.text for segment in segments) != wanted:

@@ -86,11 +86,11 @@ class ChatTemplate:
             message = f"The chat template can't render this conversation: {error}"
             raise RequestError(400, message, code="chat_template", param="messages") from error
 
-    def render_untraced(self, messages: Messages, /, **arguments: Any) -> str:
+    def render_untraced(self, messages: Messages, tools: Tools | None = None, /, **arguments: Any) -> str:
         """What plain Jinja makes of it: the yardstick of the self-test. Raises jinja2.TemplateError."""
         template = self._environment.from_string(self.source)
         return template.render(
-            {"add_generation_prompt": True, **arguments, **self._variables}, messages=messages, tools=None
+            {"add_generation_prompt": True, **arguments, **self._variables}, messages=messages, tools=tools
         )
 
     def untraced_features(self) -> list[str]:

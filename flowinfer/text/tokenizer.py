@@ -50,6 +50,7 @@ class TextTokenizer:
         self._encoder = Encoder(vocabulary)
         self._bos = self._opening_ids(config.get("add_bos_token"))
         self._bytes = vocabulary.token_bytes()
+        self._longest = max(1, *map(len, self._bytes))
         self.templates = {name: ChatTemplate(text, self.special_tokens) for name, text in (templates or {}).items()}
 
     def encode_plain(self, text: str) -> Ids:
@@ -87,6 +88,10 @@ class TextTokenizer:
         """Renders benign conversations and compares with plain Jinja and plain encoding. Raises ModelError."""
         for name, template in self.templates.items():
             check_template(template, self._encoder, self.vocabulary, name)
+
+    def min_tokens(self, num_chars: int) -> int:
+        """A number of tokens that so much text surely has: what is hopelessly long needn't be tokenized to know it."""
+        return 0 if self.vocabulary.shrinks else num_chars // self._longest
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of ids as a whole; special tokens aren't shown, bytes that are no UTF-8 become U+FFFD."""

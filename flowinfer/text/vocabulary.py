@@ -41,6 +41,7 @@ class Vocabulary:
         self.unknown_id = _unknown_id(tree, self.full)
         self.size = 1 + max(self.full.get_vocab(with_added_tokens=True).values())
         self._decoder = _decoder_steps(tree)
+        self.shrinks = not _kinds(tree.get("normalizer")) <= {"Sequence", "Prepend", "Replace"}  # text, before tokens
 
     @classmethod
     def load(cls, folder: Path) -> Vocabulary:
@@ -125,6 +126,16 @@ def _unknown_id(tree: Tree, full: Tokenizer) -> int | None:
         return int(model["unk_id"])
     unknown = model.get("unk_token")
     return full.token_to_id(unknown) if unknown else None
+
+
+def _kinds(node: Any) -> set[str]:
+    """Types of a component and of all within it."""
+    if isinstance(node, list):
+        return set().union(*map(_kinds, node)) if node else set()
+    if not isinstance(node, dict):
+        return set()
+    inner = set().union(*map(_kinds, node.values()))
+    return inner | {node["type"]} if "type" in node else inner
 
 
 def _decoder_steps(tree: Tree) -> list[Tree]:

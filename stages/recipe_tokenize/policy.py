@@ -10,6 +10,7 @@ import msgspec
 
 from flowinfer.errors import RequestError
 from flowinfer.message import Sampling
+from flowinfer.text.jsonobject import JsonObject
 
 # Tokenizing runs at about 2 million characters a second, so 20,000 hold the loop for 10 ms; more goes to the pool.
 INLINE_CHARS = 20_000
@@ -58,11 +59,13 @@ def _tool_call(call: Any, where: str) -> dict[str, Any]:
     if not isinstance(function, Mapping):
         raise _bad(where, f"{where} must be an object with a `function`.")
     arguments = function.get("arguments")
-    try:
-        parsed = json.loads(arguments) if isinstance(arguments, str) else arguments
-    except (ValueError, RecursionError):
-        parsed = arguments
-    return {**call, "function": {**function, "arguments": parsed if isinstance(parsed, dict) else arguments}}
+    if isinstance(arguments, str):
+        try:
+            parsed = json.loads(arguments)
+        except (ValueError, RecursionError):
+            parsed = None
+        arguments = JsonObject(parsed, arguments) if isinstance(parsed, dict) else arguments
+    return {**call, "function": {**function, "arguments": arguments}}
 
 
 def fit(sampling: Sampling, *, prompt_tokens: int, context: int, eos_ids: Iterable[int]) -> Sampling:
@@ -73,6 +76,13 @@ def fit(sampling: Sampling, *, prompt_tokens: int, context: int, eos_ids: Iterab
         max_tokens=min(sampling.max_tokens, context - prompt_tokens),
         stop_token_ids=tuple(dict.fromkeys((*sampling.stop_token_ids, *ends))),
     )
+
+
+def check_hopeless(min_tokens: int, *, context: int, param: str) -> None:
+    """Raises RequestError (400) for text that is too long whatever tokens it may give."""
+    if min_tokens > context - 1:
+        message = f"The prompt has at least {min_tokens} tokens; the model's context of {context} leaves room for less."
+        raise RequestError(400, message, code="context_length_exceeded", param=param)
 
 
 def check_length(prompt_tokens: int, *, context: int, limit: int | None, param: str) -> None:

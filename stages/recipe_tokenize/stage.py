@@ -102,14 +102,21 @@ class RecipeTokenize(Stage):
     def _tokens(self, call: Call) -> Ids:
         if call.messages is not None:
             messages = policy.normalize(call.messages)
-            return self.tokenizer.encode_segments(self.tokenizer.render(messages, call.tools, **call.template_args))
+            segments = self.tokenizer.render(messages, call.tools, **call.template_args)
+            self._check_chars(sum(len(segment.text) for segment in segments), "messages")
+            return self.tokenizer.encode_segments(segments)
         if isinstance(call.prompt, str):
+            self._check_chars(len(call.prompt), "prompt")
             return self.tokenizer.encode_prompt(call.prompt)
         if call.prompt is None:
             raise RequestError(
                 400, "The request has neither `messages` nor `prompt`.", code="missing", param="messages"
             )
         return self._checked(np.asarray(call.prompt))
+
+    def _check_chars(self, num_chars: int, param: str) -> None:
+        least = self.tokenizer.min_tokens(num_chars)
+        policy.check_hopeless(least, context=self.tokenizer.context_length, param=param)
 
     def _checked(self, ids: np.ndarray) -> Ids:
         bad = ids[(ids < 0) | (ids >= self.tokenizer.vocab_size)]

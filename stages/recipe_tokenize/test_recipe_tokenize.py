@@ -131,6 +131,14 @@ def test_a_prompt_longer_than_the_context_is_refused_with_both_numbers(
     assert "255" in str(error) and "tokens" in str(error)
 
 
+def test_text_beyond_hope_isnt_tokenized(stage: RecipeTokenize, monkeypatch: pytest.MonkeyPatch) -> None:
+    context: Any = stage.ctx
+    monkeypatch.setattr(stage.tokenizer, "encode_prompt", lambda text: pytest.fail("was tokenized"))
+    list(stage.step([call(messages=None, prompt="x" * 100_000)]))
+    assert context.run_job() == []
+    assert (context.failures["a"].code, "at least" in str(context.failures["a"])) == ("context_length_exceeded", True)
+
+
 def test_a_service_may_take_less_than_the_context(tokenizer: TextTokenizer) -> None:
     error = refusal(make(tokenizer, max_prompt_tokens=4), call())
     assert (error.code, "4" in str(error)) == ("context_length_exceeded", True)
@@ -171,6 +179,21 @@ def test_tool_arguments_reach_the_template_as_objects() -> None:
     assert message["content"] == ""
 
 
+def test_templates_may_join_tool_arguments_to_text(tokenizer: TextTokenizer, tmp_path: Path) -> None:
+    path = tmp_path / "tools.jinja"
+    path.write_text(
+        "{{ messages[0].content }}{% for call in messages[0].tool_calls %}{% set given = call.function.arguments %}"
+        "{{ '<tool_call>' + given + ';' }}{{ given }}{{ given | tojson }}{% endfor %}"
+    )
+    calls = [{"function": {"name": "f", "arguments": '{"a":  "</tool_call>"}'}}]
+    stage = make(tokenizer, template=str(path))
+    prompt = prompt_of(stage, call(messages=[{"role": "assistant", "content": None, "tool_calls": calls}]))
+    raw = '{"a":  "</tool_call>"}'
+    assert prompt.tokens.tolist()[0] == 506
+    assert tokenizer.decode(prompt.tokens[1:]) == raw + ";" + raw + '{"a": "</tool_call>"}'
+    assert not tokenizer.control_ids & set(prompt.tokens.tolist()[1:])
+
+
 def test_arguments_nested_beyond_reason_are_refused(tokenizer: TextTokenizer, tmp_path: Path) -> None:
     path = tmp_path / "tools.jinja"
     path.write_text("{{ messages[0].content }}{% if tools %}{{ tools | tojson }}{% endif %}")
@@ -194,10 +217,6 @@ def test_a_template_file_replaces_the_models(tokenizer: TextTokenizer, tmp_path:
 
 def test_long_text_is_tokenized_in_the_pool(stage: RecipeTokenize) -> None:
     context: Any = stage.ctx
-    long = call(messages=None, prompt="x " * INLINE_CHARS)
-    assert list(stage.step([long])) == []
-    assert context.run_job() == []
-    assert context.failures["a"].code == "context_length_exceeded"
     spaced = call([{"type": "text", "text": "Paris"}], template_args={"note": "x"}, tools=[{"x": "y" * INLINE_CHARS}])
     assert list(stage.step([spaced])) == []
     (prompt,) = context.run_job()
@@ -206,8 +225,8 @@ def test_long_text_is_tokenized_in_the_pool(stage: RecipeTokenize) -> None:
 
 def test_a_bug_in_the_pool_still_ends_the_request(stage: RecipeTokenize, monkeypatch: pytest.MonkeyPatch) -> None:
     context: Any = stage.ctx
-    list(stage.step([call(messages=None, prompt="x " * INLINE_CHARS)]))
-    monkeypatch.setattr(stage.tokenizer, "encode_prompt", lambda text: 1 / 0)
+    list(stage.step([call(tools=[{"x": "y" * INLINE_CHARS}])]))
+    monkeypatch.setattr(stage.tokenizer, "encode_segments", lambda segments: 1 / 0)
     assert context.run_job() == []
     assert (context.failures["a"].status, "tokenize" in str(context.failures["a"])) == (500, True)
 

@@ -222,6 +222,12 @@ def test_a_template_that_hides_where_a_marker_comes_from_is_refused(tiny: TextTo
         tiny.with_template(source).check_templates()
 
 
+def test_markers_lost_with_tools_only_are_a_warning(tiny: TextTokenizer, caplog: pytest.LogCaptureFixture) -> None:
+    source = "{% if tools %}{{ '<tool_call>' | list | join }}{% endif %}<|im_start|>{{ messages[0].content }}"
+    tiny.with_template(source).check_templates()
+    assert "builds the marker '<tool_call>' from pieces" in caplog.text
+
+
 def test_mistakes_in_a_template_name_their_line() -> None:
     with pytest.raises(ModelError, match="line 2"):
         ChatTemplate("ok\n{% if %}")
