@@ -1,4 +1,4 @@
-"""Draws the problems of a pipeline file as a compiler does: code, place, the line with a caret, notes, one suggestion."""
+"""Draws the problems of a pipeline file as a compiler does: code, place, line with a caret, notes, one suggestion."""
 
 from __future__ import annotations
 
@@ -97,7 +97,8 @@ def _window(text: str, column: int, width: int) -> tuple[str, int]:
     width = max(width, 20)
     if len(text) <= width:
         return text, column
-    start = max(0, min(column - width // 3, len(text) - width + 1))
+    fits = column + min(_span(text, column), 12) < width - 1
+    start = 0 if fits else max(0, min(column - width // 3, len(text) - width + 1))
     cut = text[start : start + width - 1]
     text = ("…" + cut[1:] if start else cut) + ("…" if start + width - 1 < len(text) else "")
     return text, column - start

@@ -27,7 +27,7 @@ def _count(number: int, word: str) -> str:
 
 def _workers(graph: Graph) -> list[str]:
     plan = plan_of(graph)
-    rows = [("worker", "device", "stages")]
+    rows: list[tuple[str, ...]] = [("worker", "device", "stages")]
     for worker in plan.workers.values():
         name = worker.name + (f" x{worker.replicas}" if worker.replicas > 1 else "")
         rows.append((name, worker.device, ", ".join(stage for stage in worker.stages)))
@@ -36,7 +36,7 @@ def _workers(graph: Graph) -> list[str]:
 
 def _edges(graph: Graph) -> list[str]:
     flow = FacetFlow(graph)
-    rows = [("edge", "message", "by", "carries")]
+    rows: list[tuple[str, ...]] = [("edge", "message", "by", "carries")]
     for wire in graph.wires:
         facets = ", ".join(sorted(flow.of(wire) or ()))
         rows.append((wire.name, wire.out.message.__name__ if wire.out else "", transport(graph, wire), facets))
@@ -46,7 +46,7 @@ def _edges(graph: Graph) -> list[str]:
 def transport(graph: Graph, wire: Wire) -> str:
     """How messages of this edge travel: `call` inside a worker, else ipc or tcp, and how they are shared out."""
     how = "call" if graph.is_fused(wire) else graph.document.sections.network.transport
-    extras = [wire.options.dispatch] if wire.options.dispatch != "pull" else []
+    extras: list[str] = [wire.options.dispatch] if wire.options.dispatch != "pull" else []
     extras += ["back"] if wire.options.back and API not in (wire.source, wire.target) else []
     return " ".join([how, *extras])
 

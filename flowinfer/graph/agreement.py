@@ -7,6 +7,7 @@ from itertools import combinations
 from flowinfer.errors import Mark
 from flowinfer.graph.facets import FacetFlow
 from flowinfer.graph.model import Graph, StageNode, Wire
+from flowinfer.graph.plan import API
 from flowinfer.message import Sequence
 from flowinfer.spec.hints import did_you_mean
 from flowinfer.stage import Conflict, ModelUse
@@ -92,7 +93,8 @@ def _check_conflict(graph: Graph, stage: StageNode, other: StageNode, conflict: 
     mine = graph.document.value_mark("stages", stage.name, "with", conflict.setting)
     theirs = graph.document.value_mark("stages", other.name, "with", conflict.other)
     setting = getattr(stage.config, conflict.setting, None)
-    message = f"`{conflict.setting}: {setting}` of `{stage.name}` and `{conflict.other}: {value}` of `{other.name}` exclude each other."
+    pair = f"`{conflict.setting}: {setting}` of `{stage.name}` and `{conflict.other}: {value}` of `{other.name}`"
+    message = f"{pair} exclude each other."
     note = (theirs, f"`{conflict.other}: {value}`")
     graph.problem("FI318", message, mine, conflict.reason, [note])
 
@@ -102,7 +104,8 @@ def check_beside(graph: Graph) -> None:
     for stage in graph.stages.values():
         for kind in sorted(stage.contract.beside) if stage.contract and stage.worker else ():
             others = [other for other in graph.stages.values() if other.kind == kind and other is not stage]
-            if not any(other.worker in (stage.worker, None) for other in others):
+            unknown = any(other.cls is None and other.name != API for other in graph.stages.values())
+            if not unknown and not any(other.worker in (stage.worker, None) for other in others):
                 _report_beside(graph, stage, kind, others)
 
 
@@ -119,13 +122,17 @@ def _report_beside(graph: Graph, stage: StageNode, kind: str, others: list[Stage
 
 def _loaded(graph: Graph) -> list[tuple[StageNode, ModelUse]]:
     uses = [(stage, stage.contract.model) for stage in graph.stages.values() if stage.contract and stage.contract.model]
-    return [(stage, use) for stage, use in uses if use and use.weights]
+    return [(stage, use) for stage, use in uses if use and use.weights and "${" not in use.model]
 
 
 def check_models(graph: Graph) -> None:
     """One engine a model and worker; keys and values only between equal models."""
     handed = {(a.name, b.name) for (a, _), (b, _) in combinations(_loaded(graph), 2) if _hands_over(graph, a, b)}
+    said: set[tuple[ModelUse, ModelUse]] = set()  # three stages that disagree are one mistake
     for (a, mine), (b, theirs) in combinations(_loaded(graph), 2):
+        if (mine, theirs) in said:
+            continue
+        said.add((mine, theirs))
         if (a.name, b.name) in handed and (mine.model, mine.dtype) != (theirs.model, theirs.dtype):
             _report_ends(graph, a, b, mine, theirs)
         elif a.worker == b.worker and a.worker and mine.model == theirs.model and mine.dtype != theirs.dtype:

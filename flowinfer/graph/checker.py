@@ -24,7 +24,8 @@ def check(document: Document) -> Graph:
     check_workers(graph)
     check_wires(graph)
     check_network(graph)
-    if graph.is_acyclic():  # facets have no beginning in a loop that isn't closed on purpose
+    if graph.is_acyclic() and not any(problem.code == "FI311" for problem in graph.problems):
+        # Facets have no beginning in a loop that isn't closed on purpose, and don't pass by a back edge.
         flow = FacetFlow(graph)
         check_facets(graph, flow)
         check_dispatch(graph, flow)
@@ -40,4 +41,6 @@ def in_order(problems: list[Problem], files: list[str]) -> list[Problem]:
         mark = problem.mark
         return (place.get(mark.file, 99), mark.line, mark.column, problem.code) if mark else (99, 0, 0, problem.code)
 
-    return sorted(dict.fromkeys(problems), key=key)
+    unread = {problem.mark for problem in problems if problem.code.startswith("FI1")}
+    fresh = [p for p in problems if p.code.startswith("FI1") or p.mark not in unread]  # else it follows from the first
+    return sorted(dict.fromkeys(fresh), key=key)

@@ -14,7 +14,7 @@ from flowinfer.stage import Port
 
 def check_ports(graph: Graph) -> None:
     """Every input fed, every output taken, every stage reachable from the api."""
-    if "edges" in graph.document.sections.broken or "stages" in graph.document.sections.broken:
+    if graph.has_gaps or len(graph.stages) == 1:
         return
     loose = _check_api(graph)
     for stage in graph.stages.values():
@@ -36,12 +36,6 @@ def _is_mentioned(graph: Graph, name: str) -> bool:
 
 def _is_certain(graph: Graph, stage: str, *, into: bool) -> bool:
     """False while an edge on this side is broken, since it may be the one that is missed."""
-    if any(text for text in graph.document.sections.broken if "->" in text):
-        return False
-    for key, _ in graph.document.sections.edges.values():
-        mine, other = (key.target.stage, key.source.stage) if into else (key.source.stage, key.target.stage)
-        if mine == stage and other not in graph.stages:
-            return False
     wires = graph.into(stage) if into else graph.out_of(stage)
     return all(wire.out is not None for wire in wires)
 
@@ -73,7 +67,8 @@ def _check_inputs(graph: Graph, stage: StageNode) -> bool:
     if not _is_certain(graph, stage.name, into=True):
         return False
     fed = {wire.into.name for wire in graph.into(stage.name) if wire.into}
-    missing = [port for port in _by_name(stage.inputs) if port.name not in fed]
+    api = graph.stages[API] if not any(graph.out_of(API)) else None  # which has been said
+    missing = [p for p in _by_name(stage.inputs) if p.name not in fed and not (api and _feeds(api.outputs, [p]))]
     for port in missing:
         message = f"Nothing feeds the input `{port.name}` of {stage}."
         giver = next((s for s in graph.stages.values() if s is not stage and _feeds(s.outputs, [port])), None)
@@ -86,7 +81,8 @@ def _check_outputs(graph: Graph, stage: StageNode) -> bool:
     if not _is_certain(graph, stage.name, into=False):
         return False
     taken = {wire.out.name for wire in graph.out_of(stage.name) if wire.out}
-    missing = [port for port in stage.outputs or () if port.name not in taken]
+    api = graph.stages[API] if not any(graph.into(API)) else None  # which has been said
+    missing = [p for p in stage.outputs or () if p.name not in taken and not (api and _feeds([p], api.inputs))]
     for port in missing:
         message = f"Nothing takes the output `{port.name}` of {stage}."
         taker = next((s for s in graph.stages.values() if s is not stage and _feeds([port], s.inputs)), None)
@@ -117,7 +113,7 @@ def _port_list(stage: StageNode) -> str:
 
 def check_loops(graph: Graph) -> None:
     """Loops without a back edge, and back edges without a loop."""
-    forward = [wire for wire in graph.wires if wire.is_forward]
+    forward = [wire for wire in graph.wires if wire.is_forward and wire.out]
     while cycle := _cycle(graph, forward):
         closing = _closing(graph, forward, cycle)
         message = f"{' -> '.join(cycle)} is a loop, and none of its edges says so."

@@ -34,7 +34,8 @@ class FacetFlow:
         if stage.contract is None:
             return None
         given = frozenset().union(*(facets for kind, facets in GIVEN.items() if issubclass(out.message, kind)))
-        passed = _common(self.of(wire) for wire in self.passing(stage.name, out))
+        passing = self.passing(stage.name, out)
+        passed = _common(self.of(wire) for wire in passing) if passing or not self.graph.has_gaps else None
         return None if passed is None else (passed | given | stage.contract.adds) - stage.contract.drops
 
     def passing(self, stage: str, out: Port) -> list[Wire]:
@@ -55,22 +56,27 @@ class FacetFlow:
 
 
 def _common(sets: Iterable[Facets]) -> Facets:
-    known = [facets for facets in sets if facets is not None]
-    unknown = [facets for facets in sets if facets is None]
-    if unknown and not known:
-        return None
-    return frozenset.intersection(*known) if known else frozenset()
+    """What all paths bring; a path of which nothing is known may bring anything."""
+    every = list(sets)
+    known = [facets for facets in every if facets is not None]
+    if known:
+        return frozenset.intersection(*known)
+    return None if every else frozenset()
 
 
 def check_facets(graph: Graph, flow: FacetFlow) -> None:
     """Every facet that a consumer needs must come on every path."""
-    for wire in graph.wires:
+    missed: set[tuple[str, str]] = set()  # stage and facet: what stands behind it lacks the facet for the same reason
+    for wire in sorted(graph.wires, key=lambda wire: flow.order.index(wire.source)):
         target = graph.stages[wire.target]
         has = flow.of(wire)
         if target.contract is None or wire.into is None or has is None:
             continue
         for facet in sorted(target.contract.needs.get(wire.into.name, frozenset()) - has):
-            _report(graph, flow, wire, facet)
+            before = {wire.source, *graph.ancestors(wire.source)}
+            if not any((name, facet) in missed for name in before):
+                _report(graph, flow, wire, facet)
+            missed.add((wire.target, facet))
 
 
 def _report(graph: Graph, flow: FacetFlow, wire: Wire, facet: str) -> None:

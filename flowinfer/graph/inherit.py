@@ -13,7 +13,7 @@ from flowinfer.stage import StageConfig
 
 
 def fill_models(graph: Graph) -> None:
-    """Gives each stage whose Config has an empty `model: str = ""` the model named upstream, else anywhere in the graph."""
+    """Gives each stage with an empty `model: str = ""` the model that is named upstream, else anywhere in the graph."""
     named = {name: stage for name, stage in graph.stages.items() if _model(stage.config)}
     for stage in graph.stages.values():
         if _is_open(stage.config):
@@ -23,7 +23,7 @@ def fill_models(graph: Graph) -> None:
 
 def _model(config: StageConfig | None) -> str:
     value = getattr(config, "model", "")
-    return value if isinstance(value, str) else ""
+    return value if isinstance(value, str) and "${" not in value else ""
 
 
 def _is_open(config: StageConfig | None) -> bool:

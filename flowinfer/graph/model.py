@@ -1,4 +1,4 @@
-"""The typed graph: stages with ports, settings and contract, joined by wires. Holds it and answers questions; judges nothing."""
+"""The typed graph: stages with ports, settings and contract, joined by wires. Answers questions and judges nothing."""
 
 from __future__ import annotations
 
@@ -67,6 +67,13 @@ class Graph:
         """Adds one mistake."""
         self.problems.append(Problem(code, message, mark, help, tuple(notes)))
 
+    @property
+    def has_gaps(self) -> bool:
+        """True when an edge of the file leads nowhere, so that what seems unconnected may be its other end."""
+        sections = self.document.sections
+        ends = {end.stage for key, _ in sections.edges.values() for end in (key.source, key.target)}
+        return bool(sections.broken_edges or ends - self.stages.keys() or {"edges", "stages"} & sections.broken)
+
     def into(self, stage: str) -> Iterator[Wire]:
         """Wires that end in this stage."""
         return (wire for wire in self.wires if wire.target == stage)
@@ -84,7 +91,7 @@ class Graph:
         """Stages so that each stands behind those that feed it, `api` first. Raises CycleError."""
         sorter: TopologicalSorter[str] = TopologicalSorter(dict.fromkeys(self.stages, ()))
         for wire in self.wires:
-            if wire.is_forward:
+            if wire.is_forward and wire.out:
                 sorter.add(wire.target, wire.source)
         place = {name: index for index, name in enumerate(self.stages)}
         return [name for name in _stable(sorter, place) if name in self.stages]

@@ -50,6 +50,8 @@ def _known_worker(graph: Graph, stage: str, worker: str, report: bool) -> str | 
     known = [*workers(graph), *(graph.document.root.map["workers"].map if "workers" in graph.document.root.map else ())]
     if worker in known:
         return worker
+    if "workers" in graph.document.sections.broken:
+        return None
     if report:
         mark = graph.document.value_mark("stages", stage, "place", "worker")
         help = did_you_mean(worker, known) or f"Add it under workers: `{worker}:`."
@@ -110,7 +112,7 @@ def _check_replicas(graph: Graph, wire: Wire) -> None:
     """A message that speaks of many requests can't be sent where each of them is served."""
     name = graph.stages[wire.target].worker or FRONT
     worker = workers(graph).get(name, Worker())
-    if wire.out is None or worker.replicas == 1 or "id" in wire.out.message.__struct_fields__:
+    if wire.out is None or worker.replicas == 1 or name == FRONT or "id" in wire.out.message.__struct_fields__:
         return
     kind = wire.out.message.__name__
     message = (

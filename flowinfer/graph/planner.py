@@ -102,7 +102,7 @@ def _workers(graph: Graph, order: list[str]) -> dict[str, WorkerPlan]:
 
 
 def _threads(declared: dict[str, Worker], loading: set[str | None], name: str) -> int:
-    """Torch threads of a worker: what is left of the cores beside one for each process's loop, shared by those with a model.
+    """Torch threads of a worker: the cores less one for each process's loop, shared by the processes with a model.
 
     Two workers that spin on the same core slow each other tenfold, so few cores mean one thread.
     """

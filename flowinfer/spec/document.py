@@ -1,4 +1,4 @@
-"""A pipeline file and all that is laid over it, as one resolved document. Leaves what the stages make of it to the graph."""
+"""A pipeline file and all that is laid over it, as one resolved document. Leaves the meaning of stages to the graph."""
 
 from __future__ import annotations
 

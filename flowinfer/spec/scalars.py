@@ -1,4 +1,4 @@
-"""What a bare word in YAML means: numbers, true, false, null, text. Names those that YAML 1.1 and 1.2 read differently."""
+"""What a bare word in YAML means: number, true, false, null, text. Names those that YAML 1.1 and 1.2 read differently."""
 
 from __future__ import annotations
 
@@ -26,15 +26,17 @@ class Trap(NamedTuple):
 
 
 def resolve_plain(text: str) -> tuple[Scalar, Trap | None]:
-    """The value of an unquoted scalar, and the trap where it is one."""
+    """The value of an unquoted scalar, and the trap where it is one, with the value that was probably meant."""
     if text in _WORDS:
         return _WORDS[text], None
     if text.lower() in _SWITCH:
-        return text, _switch(text)
+        return _SWITCH[text.lower()] == "true", _switch(text)
     if _SEXAGESIMAL.fullmatch(text):
         return text, Trap("FI105", f"`{text}` is 60-based in YAML 1.1 and text in 1.2.", f'Write "{text}" in quotes.')
     if _ODD_NUMBER.fullmatch(text):
-        return text, Trap("FI106", f"`{text}` means different numbers to different readers.", _odd_help(text))
+        meant = _odd_value(text)
+        help = f'Write {meant} as a decimal number, or "{text}" in quotes.'
+        return meant, Trap("FI106", f"`{text}` means different numbers to different readers.", help)
     if len(text) <= MAX_DIGITS and _INT.fullmatch(text):
         return int(text), None
     if len(text) <= MAX_DIGITS and _FLOAT.fullmatch(text):
@@ -49,10 +51,9 @@ def _switch(text: str) -> Trap:
     return Trap("FI104", message, f'Write {meant}, or "{text}" in quotes.')
 
 
-def _odd_help(text: str) -> str:
-    digits = text.replace("_", "")
+def _odd_value(text: str) -> int:
+    digits = text.replace("_", "")[:MAX_DIGITS]
     try:
-        value = int(digits, 0)
+        return int(digits, 0)
     except ValueError:
-        value = int(digits)
-    return f'Write {value} as a decimal number, or "{text}" in quotes.'
+        return int(digits)

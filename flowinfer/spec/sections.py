@@ -21,7 +21,7 @@ API = "api"
 
 @dataclass(frozen=True)
 class Sections:
-    """What of the file is well-formed. broken: names of stages and edges that aren't, so that nothing follows from them."""
+    """What of the file is well-formed. broken: names of stages and sections that aren't: nothing follows."""
 
     name: str = "service"
     serve: Serve = field(default_factory=Serve)
@@ -30,6 +30,7 @@ class Sections:
     stages: dict[str, StageEntry] = field(default_factory=dict)
     edges: dict[str, tuple[EdgeKey, Edge]] = field(default_factory=dict)
     broken: frozenset[str] = frozenset()
+    broken_edges: frozenset[str] = frozenset()
 
 
 def read_sections(root: Node, file: str, sources: Mapping[str, str]) -> tuple[Sections, list[Problem]]:
@@ -47,6 +48,7 @@ class _SectionReader:
         self.lines = {name: text.split("\n") for name, text in sources.items()}
         self.problems: list[Problem] = []
         self.broken: set[str] = set()
+        self.broken_edges: set[str] = set()
 
     def read(self) -> Sections:
         self.check_keys()
@@ -58,6 +60,7 @@ class _SectionReader:
             stages={name: s for name in self.members("stages") if (s := self.stage(name))},
             edges={name: e for name in self.members("edges") if (e := self.edge(name))},
             broken=frozenset(self.broken),
+            broken_edges=frozenset(self.broken_edges),
         )
 
     def problem(self, code: str, message: str, mark: Mark, help: str = "") -> None:
@@ -78,8 +81,9 @@ class _SectionReader:
         extends = self.root.map.get("extends")
         if extends and not isinstance(extends.value, str):
             self.problem("FI203", "`extends` names one file.", extends.mark)
-        if not self.root.map.get("stages"):
-            self.problem("FI202", "The file has no stages.", self.root.map.get("stages", self.root).where)
+        stages = self.root.map.get("stages")
+        if stages is None or not stages.value:
+            self.problem("FI202", "The file has no stages.", stages.where if stages else self.top)
 
     def name(self) -> str:
         node = self.root.map.get("name")
@@ -143,7 +147,7 @@ class _SectionReader:
         node = self.root.map["edges"].map[text]
         key = parse_edge(text, node.where, quoted=self.is_quoted(node.where))
         if key is None:
-            self.broken.add(text)
+            self.broken_edges.add(text)
             help = "Write `a -> b`, or `a.output -> b.input`."
             self.problem("FI213", f"`{text}` isn't an edge.", node.where, help)
             return None

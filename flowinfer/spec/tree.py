@@ -142,7 +142,8 @@ class _Reader:
         if frame and frame.is_map and frame.key is None:
             self.take_key(frame, event.value, mark)
         else:
-            self.place(Node(None if event.tag == "!drop" else value, mark, drop=event.tag == "!drop"))
+            drop = event.tag == "!drop" and not event.value
+            self.place(Node(None if drop else value, mark, drop=drop))
 
     def take_key(self, frame: _Frame, key: str, mark: Mark) -> None:
         if key == "<<":
@@ -218,6 +219,8 @@ def _syntax_help(lines: list[str], line: int) -> str:
     near = "\n".join(lines[max(0, line - 1) : line + 1])
     if "${" in near:
         return 'Inside { } a variable needs quotes: model: "${model}".'
+    if "!drop" in near:
+        return "Leave a space behind !drop inside of { }, or give it a line of its own."
     if "\t" in near:
         return "Indent with spaces: YAML has no tabs."
     if any(": " in part.split(": ", 1)[-1] for part in near.split("\n") if ": " in part):

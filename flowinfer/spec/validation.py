@@ -55,14 +55,14 @@ def validate(model: type[Model], node: Node, what: str, codes: Codes) -> tuple[M
 def _explain(error: ValidationError, model: type[BaseModel], node: Node, what: str, codes: Codes) -> list[Problem]:
     found: dict[tuple[str | int, ...], Problem] = {}
     for detail in error.errors(include_url=False):
-        path = tuple(_real_path(node, detail["loc"]))
+        path = tuple(_real_path(node, detail["loc"], detail["type"] == "missing"))
         found.setdefault(path, _problem(detail, path, model, node, what, codes))
     deepest = [path for path in found if not any(len(p) > len(path) and p[: len(path)] == path for p in found)]
     # A union tries each member: the one that got furthest is the one that was meant.
     return [found[path] for path in deepest]
 
 
-def _real_path(node: Node, loc: tuple[str | int, ...]) -> Iterator[str | int]:
+def _real_path(node: Node, loc: tuple[str | int, ...], is_missing: bool) -> Iterator[str | int]:
     """The steps of a pydantic location that are keys or indexes of the file; it has names of union members between."""
     at: Node | None = node
     for index, step in enumerate(loc):
@@ -70,7 +70,7 @@ def _real_path(node: Node, loc: tuple[str | int, ...]) -> Iterator[str | int]:
         if child is not None:
             yield step
             at = child
-        elif index == len(loc) - 1:
+        elif is_missing and index == len(loc) - 1:
             yield step
 
 
