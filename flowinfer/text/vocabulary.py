@@ -36,8 +36,8 @@ class Vocabulary:
         self.added = {int(token["id"]): str(token["content"]) for token in added}
         plain = _without({**tree, "added_tokens": added}, control)
         self.first = Tokenizer.from_str(json.dumps(plain))  # for text that opens a sequence
-        inner = json.dumps(_without_prefix_space(plain))  # for text behind something else
-        self.inner = Tokenizer.from_str(inner) if inner != json.dumps(plain) else self.first
+        inner = _without_prefix_space(plain)  # for text behind something else
+        self.inner = self.first if inner == plain else Tokenizer.from_str(json.dumps(inner))
         self.unknown_id = _unknown_id(tree, self.full)
         self.size = 1 + max(self.full.get_vocab(with_added_tokens=True).values())
         self._decoder = _decoder_steps(tree)
