@@ -9,7 +9,7 @@ from flowinfer.text.traced import join_traced
 
 
 class JsonObject(dict[str, Any]):
-    """Tool arguments: some templates dump them as an object, others join them to text. `text`: their JSON as it came."""
+    """Tool arguments: some templates dump them as an object, others join them to text. `text` is the JSON itself."""
 
     def __init__(self, value: Mapping[str, Any], text: str) -> None:
         super().__init__(value)
