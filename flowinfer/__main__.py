@@ -1,0 +1,5 @@
+"""`python -m flowinfer`."""
+
+from flowinfer.cli import main
+
+main()
