@@ -37,7 +37,7 @@ def _workers(graph: Graph) -> list[str]:
 def _edges(graph: Graph) -> list[str]:
     flow = FacetFlow(graph)
     rows: list[tuple[str, ...]] = [("edge", "message", "by", "carries")]
-    for wire in graph.wires:
+    for wire in sorted(graph.wires, key=lambda wire: flow.order.index(wire.source)):
         facets = ", ".join(sorted(flow.of(wire) or ()))
         rows.append((wire.name, wire.out.message.__name__ if wire.out else "", transport(graph, wire), facets))
     return _table(rows)

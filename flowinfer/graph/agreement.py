@@ -99,14 +99,19 @@ def _check_conflict(graph: Graph, stage: StageNode, other: StageNode, conflict: 
     graph.problem("FI318", message, mine, conflict.reason, [note])
 
 
-def check_beside(graph: Graph) -> None:
-    """Stages that work only in the same process as another kind."""
+def check_beside(graph: Graph) -> set[frozenset[str]]:
+    """Stages that work only in the same process as another kind. Returns the pairs that are apart."""
+    apart: set[frozenset[str]] = set()
     for stage in graph.stages.values():
         for kind in sorted(stage.contract.beside) if stage.contract and stage.worker else ():
             others = [other for other in graph.stages.values() if other.kind == kind and other is not stage]
             unknown = any(other.cls is None and other.name != API for other in graph.stages.values())
             if not unknown and not any(other.worker in (stage.worker, None) for other in others):
-                _report_beside(graph, stage, kind, others)
+                pair = frozenset({stage.name, *(other.name for other in others[:1])})
+                if pair not in apart:
+                    _report_beside(graph, stage, kind, others)
+                apart.add(pair)
+    return apart
 
 
 def _report_beside(graph: Graph, stage: StageNode, kind: str, others: list[StageNode]) -> None:
@@ -114,10 +119,15 @@ def _report_beside(graph: Graph, stage: StageNode, kind: str, others: list[Stage
         message = f"{stage} works beside a {kind}, and the graph has none."
         graph.problem("FI407", message, stage.mark, f"Add a stage with `use: {kind}`.")
         return
-    message = f"{stage} must run in the worker of {others[0]}, not in `{stage.worker}`."
-    notes: list[tuple[Mark | None, str]] = [(o.mark, f"`{o.name}` runs in `{o.worker}`") for o in others]
-    mark = graph.document.mark("stages", stage.name, "place")
-    graph.problem("FI407", message, mark, f"Write `place: {{with: {others[0].name}}}`.", notes)
+    mover, anchor = stage, others[0]
+    if graph.document.root.at("stages", stage.name, "place") and not graph.document.root.at(
+        "stages", anchor.name, "place"
+    ):
+        mover, anchor = anchor, stage  # what was placed by hand stays
+    message = f"{mover} must run in the worker of {anchor}, not in `{mover.worker}`."
+    notes: list[tuple[Mark | None, str]] = [(anchor.mark, f"`{anchor.name}` runs in `{anchor.worker}`")]
+    mark = graph.document.mark("stages", mover.name, "place")
+    graph.problem("FI407", message, mark, f"Write `place: {{with: {anchor.name}}}` in `{mover.name}`.", notes)
 
 
 def _loaded(graph: Graph) -> list[tuple[StageNode, ModelUse]]:

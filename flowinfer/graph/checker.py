@@ -19,10 +19,10 @@ def check(document: Document) -> Graph:
     check_loops(graph)
     check_answers(graph)
     check_conflicts(graph)
-    check_beside(graph)
+    apart = check_beside(graph)
     check_models(graph)
     check_workers(graph)
-    check_wires(graph)
+    check_wires(graph, apart)
     check_network(graph)
     if graph.is_acyclic() and not any(problem.code == "FI311" for problem in graph.problems):
         # Facets have no beginning in a loop that isn't closed on purpose, and don't pass by a back edge.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+from collections.abc import Set
 
 from flowinfer.graph.model import Graph, Wire
 from flowinfer.graph.plan import API, FRONT
@@ -75,13 +76,17 @@ def check_workers(graph: Graph) -> None:
             graph.problem("FI411", "`front` holds the HTTP server and can't have replicas.", mark, help)
 
 
-def check_wires(graph: Graph) -> None:
-    """Messages that can't leave their worker, loops that do, and replicas that would tear a stream apart."""
+def check_wires(graph: Graph, reported: Set[frozenset[str]] = frozenset()) -> None:
+    """Messages that can't leave their worker, loops that do, and replicas that would tear a stream apart.
+
+    reported: pairs of stages of which it has been said that they belong into one worker.
+    """
     placed = [w for w in graph.wires if graph.stages[w.source].worker and graph.stages[w.target].worker]
     apart = [wire for wire in placed if not graph.is_fused(wire)]
     torn = [wire for wire in apart if wire.out and wire.out.message.local and not wire.options.back]
     for wire in torn:
-        _report_local(graph, wire)
+        if {wire.source, wire.target} not in reported:
+            _report_local(graph, wire)
     for wire in placed:
         if wire.options.back:
             _check_loop(graph, wire, torn)

@@ -88,7 +88,7 @@ class _Drawing:
     # ------------------------------------------------------------------------------------------------------- workers
 
     def worker(self, worker: str, names: list[str], fill: str) -> Iterator[str]:
-        """One box a run of neighbours in a row; runs that touch are joined, so that a worker is one shape if it can be."""
+        """One box a run of neighbours in a row; runs that touch are joined, so that most workers are one shape."""
         parts = self.runs(names)
         shapes = [*((part, 12) for part in parts), *((bridge, 0) for bridge in _bridges(parts))]
         for box, radius in shapes:

@@ -1,4 +1,4 @@
-"""What a bare word in YAML means: number, true, false, null, text. Names those that YAML 1.1 and 1.2 read differently."""
+"""What a bare word in YAML means: number, true, false, null, text. Names those that YAML 1.1 and 1.2 read apart."""
 
 from __future__ import annotations
 

@@ -106,7 +106,8 @@ def _message(detail: Any) -> tuple[str, str]:
         words = [word.strip("` ") for part in expected.split(" or ") for word in part.split(",")]
         return f"it must be {expected}, not {got}", did_you_mean(value, words) if isinstance(value, str) else ""
     if kind == "value_error":
-        return str(context["error"]).rstrip("."), ""
+        text = str(context["error"]).rstrip(".")
+        return text, _unit_help(text, value)
     if kind == "string_pattern_mismatch" and "cuda" in context["pattern"]:
         return f"it must be auto, cpu or a device such as cuda:0, not {got}", ""
     wanted = _WANTED.get(kind.split("_")[0])
@@ -124,6 +125,13 @@ def _number_help(wanted: str, value: object) -> str:
     except ValueError:
         return ""
     return f"Remove the quotes: {value}."
+
+
+def _unit_help(text: str, value: object) -> str:
+    """A number without a unit, with the units that it may have meant."""
+    if isinstance(value, bool) or not isinstance(value, int) or "without a unit" not in text:
+        return ""
+    return f"Write {value}ms or {value}s." if "duration" in text else f"Write {value}MiB or {value}GiB."
 
 
 def _show(value: object) -> str:

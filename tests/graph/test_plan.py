@@ -104,6 +104,13 @@ def test_stages_can_be_reordered_where_facets_allow(tmp_path: Path) -> None:
     assert build_plan(load(tmp_path / "x.yaml")).workers["front"].stages[1:4] == ("tokenize", "lookup", "route")
 
 
+def test_one_stage_out_of_place_is_one_mistake(tmp_path: Path) -> None:
+    text = (PIPELINES / "prod.yaml").read_text().replace("tokens: 5}, place: {with: decode}}", "tokens: 5}}")
+    (tmp_path / "x.yaml").write_text(text)
+    (problem,) = check(load(tmp_path / "x.yaml")).problems
+    assert (problem.code, problem.help) == ("FI407", "Write `place: {with: decode}` in `verify`.")
+
+
 def test_tcp_off_this_host_with_keys_is_allowed(tmp_path: Path) -> None:
     curve = "curve: {public_key: " + "k" * 40 + ", secret_key_file: key}"
     network = "network: {transport: tcp, bind: 10.0.0.1, " + curve + "}\n"

@@ -133,8 +133,14 @@ def test_set_paths(tmp_path: Path, option: str, path: tuple[str, ...], value: ob
 
 @pytest.mark.parametrize(
     ("option", "code"),
-    [("stages.v", "FI114"), ("=3", "FI114"), ("a..b=3", "FI114"), ("serve.port=on", "FI104"), ("a=[1", "FI102")]
-    + [("vars.modle=x", "FI115")],
+    [
+        ("stages.v", "FI114"),
+        ("=3", "FI114"),
+        ("a..b=3", "FI114"),
+        ("serve.port=on", "FI104"),
+        ("a=[1", "FI102"),
+        ("vars.modle=x", "FI115"),
+    ],
 )
 def test_wrong_sets(tmp_path: Path, option: str, code: str) -> None:
     document = load(write(tmp_path, base=BASE + "vars: {model: x}\n"), sets=[option])

@@ -45,8 +45,22 @@ def test_values_and_keys_know_their_place() -> None:
 
 @pytest.mark.parametrize(
     ("text", "value"),
-    [("", None), ("~", None), ("true", True), ("12", 12), ("-3", -3), ("1.5", 1.5), ("1e3", 1000.0), ("2k", "2k")]
-    + [("cuda:0", "cuda:0"), ("1.2.3", "1.2.3"), ("nan", "nan"), (".inf", ".inf"), ("1e999", "1e999"), ("y", "y")],
+    [
+        ("", None),
+        ("~", None),
+        ("true", True),
+        ("12", 12),
+        ("-3", -3),
+        ("1.5", 1.5),
+        ("1e3", 1000.0),
+        ("2k", "2k"),
+        ("cuda:0", "cuda:0"),
+        ("1.2.3", "1.2.3"),
+        ("nan", "nan"),
+        (".inf", ".inf"),
+        ("1e999", "1e999"),
+        ("y", "y"),
+    ],
 )
 def test_bare_words(text: str, value: object) -> None:
     assert resolve_plain(text) == (value, None)

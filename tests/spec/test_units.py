@@ -27,8 +27,14 @@ def test_durations_of_whole_microseconds_round_trip(microseconds: int) -> None:
 
 @pytest.mark.parametrize(
     ("parse", "text", "value"),
-    [(parse_duration, "50ms", 0.05), (parse_duration, "3d", 259_200.0), (parse_duration, "0", 0.0)]
-    + [(parse_bytes, "1GiB", 2**30), (parse_bytes, "20GB", 20 * 10**9), (parse_tokens, "2k", 2_048)],
+    [
+        (parse_duration, "50ms", 0.05),
+        (parse_duration, "3d", 259200.0),
+        (parse_duration, "0", 0.0),
+        (parse_bytes, "1GiB", 2**30),
+        (parse_bytes, "20GB", 20 * 10**9),
+        (parse_tokens, "2k", 2048),
+    ],
 )
 def test_quantities(parse: object, text: str, value: float) -> None:
     assert callable(parse) and parse(text) == value
