@@ -36,7 +36,7 @@ class OutputLine(msgspec.Struct, kw_only=True):
     custom_id: str | None
     response: dict[str, Any] | None = None
     error: dict[str, Any] | None = None
-    line: int | None = None
+    line: int | msgspec.UnsetType = msgspec.UNSET
 
 
 def read_line(text: bytes) -> BatchLine:
