@@ -224,3 +224,14 @@ def test_the_row_sampler_gives_what_it_gave_before() -> None:
 
 
 PINNED = [449, 987, 740, 22, 223, 581]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_the_gpu_chooses_what_the_cpu_does() -> None:
+    logits, rows = normal_logits(64, 8192, 4.0), list(range(64))
+    edits = [RowEdits(seen=np.arange(row, 200 + row), subtract=np.ones(200, np.float32)) for row in rows]
+    for temperature, filters in [(0.0, FILTERS[0]), (1.0, FILTERS[0]), (0.8, FILTERS[3]), (0.8, FILTERS[6])]:
+        settings_ = params(64, temperature, *filters)
+        assert (sample(logits.cuda(), rows, settings_, edits) == sample(logits, rows, settings_, edits)).mean() > 0.98
+    assert (argmax(logits.cuda()) == argmax(logits)).all()

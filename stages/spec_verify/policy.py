@@ -55,7 +55,8 @@ class StopRules:
     def join(self, slot: int, sampling: Sampling, num_prompt: int) -> None:
         """Takes up a sequence."""
         eos = () if sampling.ignore_eos else tuple(self._eos.tolist())
-        ends = np.unique(np.array((*sampling.stop_token_ids, *eos), np.int32))
+        stops = [token for token in sampling.stop_token_ids if 0 <= token < 2**31]  # others never come
+        ends = np.unique(np.array((*stops, *eos), np.int32))
         if ends.size > self._ends.shape[1]:
             missing = ends.size - self._ends.shape[1]
             self._ends = np.pad(self._ends, ((0, 0), (0, missing)), constant_values=-1)

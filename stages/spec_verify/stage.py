@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from pydantic import Field, model_validator
 
 from flowinfer.errors import RequestError, StageError
-from flowinfer.message import Finish, FinishReason, Ids, Logits, Opening, Proposal, TokenLogprob, Tokens
+from flowinfer.message import Ended, Event, Finish, FinishReason, Ids, Logits, Opening, Proposal, TokenLogprob, Tokens
 from flowinfer.stage import Contract, Stage, StageConfig
 from flowinfer.stages.spec_verify.policy import (
     LENGTH,
@@ -48,6 +48,8 @@ class Verdict(NamedTuple):
 class SpecVerify(Stage):
     """Accepts drafts, samples, ends sequences and drafts their next tokens, for the whole batch at once."""
 
+    listens = (Ended,)
+
     class Config(StageConfig):
         """draft: where drafts come from; none samples one token a step.  tokens: drafts verified per step at most.
 
@@ -60,7 +62,7 @@ class SpecVerify(Stage):
         tokens: int = Field(default=4, ge=1, le=8)
         ngram_min: int = Field(default=2, ge=1, le=16)
         ngram_max: int = Field(default=4, ge=1, le=16)
-        row_cost: float = Field(default=0.15, ge=0)
+        row_cost: float = Field(default=0.12, ge=0)  # SmolLM2 on 2 cores: 0.10 to 0.13 in bfloat16 and float32
 
         @model_validator(mode="after")
         def _lengths_ordered(self) -> SpecVerify.Config:
@@ -121,6 +123,11 @@ class SpecVerify(Stage):
             slot = self.slot_of.get(request)
             if slot is not None:
                 self._forget(slot)
+
+    def observe(self, event: Event) -> None:
+        """Forgets sequences that ended elsewhere, as one that failed while it was preempted."""
+        if isinstance(event, Ended):
+            self.cancel(event.ids)
 
     # -------------------------------------------------------------------------------------------- who is in which slot
 

@@ -15,7 +15,7 @@ from scipy import stats
 from flowinfer.engine.batch import Batch
 from flowinfer.engine.sampling import Sampler
 from flowinfer.errors import RequestError, StageError
-from flowinfer.message import Ids, KVHandle, Logits, Proposal, Sampling, Sequence, Tokens
+from flowinfer.message import Ended, Ids, KVHandle, Logits, Proposal, Sampling, Sequence, Tokens
 from flowinfer.observe import metrics
 from flowinfer.stage import ports
 from flowinfer.stages.spec_verify.count import SpecCounters
@@ -399,3 +399,34 @@ def test_counters_count_drafts_by_position() -> None:
     rise = {key: value - before.get(key, 0) for key, value in read().items()}
     assert [rise[name, ""] for name in names] == [3, 8, 4]
     assert [rise["spec_accepted_per_position_total", str(i)] for i in range(3)] == [2, 1, 1]
+
+
+def test_settings_out_of_all_bounds_harm_nobody() -> None:
+    wild = sequence(
+        "wild",
+        ids(0, 1),
+        temperature=1e-30,
+        top_k=2**70,
+        min_tokens=2**70,
+        max_tokens=2**70,
+        seed=-(2**70),
+        stop_token_ids=(2**40, -7),
+        logit_bias={2**40: 1.0, -1: 5.0},
+        logprobs=2**40,
+    )
+    loop = Loop(cycle(5), max_tokens=8)
+    outputs = loop.run(wild, sequence("tame", ids(0, 1), max_tokens=3))
+    assert outputs["tame"].tokens == [2, 3, 4] and outputs["wild"].tokens == [2, 3, 4, 0, 1, 2]
+    assert not loop.failed
+
+
+def test_nothing_is_kept_of_a_sequence_that_ended_while_preempted() -> None:
+    loop = Loop(cycle(5))
+    slot = loop.add(sequence("a", ids(0, 1)))
+    loop.turn()
+    loop.batch.remove(slot)
+    loop.proposal = None
+    loop.run(sequence("b", ids(0, 1), max_tokens=2))
+    assert set(loop.stage.resumable) == {"a"}
+    loop.stage.observe(Ended(ids=["a", "b"]))
+    assert not loop.stage.resumable and not loop.stage.slot_of and not loop.stage.live.any()

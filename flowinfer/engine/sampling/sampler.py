@@ -53,7 +53,7 @@ class Sampler:
         self._top_k[slot] = max(0, sampling.top_k) if sampling.top_k < self.vocab_size else 0
         self._top_p[slot], self._min_p[slot] = sampling.top_p, sampling.min_p
         self._seeds[slot] = seed_of(sampling, request)
-        self._min_position[slot] = num_prompt + sampling.min_tokens
+        self._min_position[slot] = num_prompt + min(sampling.min_tokens, 2**31)
         self.leave(slot)
         if History.needed(sampling):
             self._histories[slot] = History(sampling, tokens, num_prompt, self.vocab_size)
