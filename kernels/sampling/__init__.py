@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
 from flowinfer.errors import KernelUnsupported
@@ -116,9 +116,9 @@ def _sample_torch(
 ) -> I64:
     device = logits_RV.device
     picked = logits_RV[torch.as_tensor(np.asarray(rows, np.int64), device=device)]
-    for row, edit in zip(picked, edits, strict=True):
-        if edit is not None:
-            _edit_torch(row, edit)
+    edited = [(row, edit) for row, edit in enumerate(edits) if edit is not None]
+    if edited:
+        _edit_torch(picked, edited)
     temperature, top_k, top_p, min_p = (torch.as_tensor(column, device=device) for column in params[:4])
     keys = torch.as_tensor(params.keys.view(np.int64), device=device)
     warm = torch.where(temperature > 0, temperature, 1)
@@ -129,11 +129,22 @@ def _sample_torch(
     return chosen
 
 
-def _edit_torch(row: Tensor, edit: RowEdits) -> None:
-    device = row.device
-    row[torch.as_tensor(edit.bias_tokens, device=device)] += torch.as_tensor(edit.bias, device=device)
-    seen = torch.as_tensor(edit.seen, device=device)
-    values = row[seen]
-    if edit.repetition != 1:
-        values = torch.where(values > 0, values / edit.repetition, values * edit.repetition)
-    row[seen] = values - torch.as_tensor(edit.subtract, device=device) if edit.subtract.size else values
+def _edit_torch(picked_RV: Tensor, edited: list[tuple[int, RowEdits]]) -> None:
+    """All edits at once, in place: a scatter for bias, then one for penalties."""
+    device = picked_RV.device
+
+    def flat(column: Callable[[RowEdits], ArrayLike], sizes: Sequence[int]) -> Tensor:
+        values = [np.broadcast_to(column(edit), size) for (_, edit), size in zip(edited, sizes, strict=True)]
+        return torch.as_tensor(np.concatenate(values), device=device)
+
+    def rows(sizes: Sequence[int]) -> Tensor:
+        return torch.as_tensor(np.repeat([row for row, _ in edited], sizes), device=device)
+
+    sizes = [edit.bias_tokens.size for _, edit in edited]
+    picked_RV[rows(sizes), flat(lambda edit: edit.bias_tokens, sizes)] += flat(lambda edit: edit.bias, sizes)
+    sizes = [edit.seen.size for _, edit in edited]
+    at = rows(sizes), flat(lambda edit: edit.seen, sizes)
+    values = picked_RV[at]
+    repetition = flat(lambda edit: np.float32(edit.repetition), sizes)
+    values = torch.where(values > 0, values / repetition, values * repetition)
+    picked_RV[at] = values - flat(lambda edit: edit.subtract if edit.subtract.size else np.float32(0), sizes)

@@ -51,7 +51,7 @@ def test_host_equals_reference(temperature: float, filters: tuple[int, float, fl
 def test_host_equals_reference_with_edits() -> None:
     logits, rows = normal_logits(30, 500, 3.0), list(range(30))
     generator = np.random.default_rng(0)
-    edits = [
+    edits: list[RowEdits | None] = [
         RowEdits(
             bias_tokens=generator.choice(500, 5, replace=False),
             bias=np.array([4.0, -np.inf, 1.0, -2.0, 0.0], np.float32),
@@ -61,6 +61,7 @@ def test_host_equals_reference_with_edits() -> None:
         )
         for row in rows
     ]
+    edits[3], edits[7] = None, RowEdits()
     before = logits.clone()
     for temperature in (0.0, 1.0):
         settings_ = params(30, temperature, 0, 1.0, 0.0)
