@@ -31,7 +31,7 @@ class Group:
     tokens   their rows of the step: a slice where they lie together, else int64 [B * Q]
     pages    int64 [2 * B * K * L / block_tokens] pages of layer 0, keys then values, L rounded up to whole blocks;
              None: the step's own K and V are the whole context
-    bias     [B, 1, G * Q, L] in q's dtype, added to the scores: 0 or -inf; None where nothing is hidden, or without pages
+    bias     [B, 1, G * Q, L] in q's dtype, added to the scores: 0 or -inf; None where nothing is hidden
     """
 
     tokens: slice | Tensor

@@ -1,4 +1,4 @@
-"""Speed of the model alone: milliseconds a step, tokens a second. Run: python tests/bench/bench_model.py [--threads 2]."""
+"""Speed of the model alone: milliseconds a step, tokens a second. Run as a script; --help lists its settings."""
 
 from __future__ import annotations
 
