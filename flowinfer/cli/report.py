@@ -60,7 +60,8 @@ class _Printer:
 
     def excerpt(self, mark: Mark, arrow: str, sign: str) -> list[str]:
         """The place, and the line with a caret below the word, cut to the width of the terminal."""
-        place = f"{self.style(arrow, fg='blue', bold=True)} {mark}"
+        where = f"{mark.file}, option {mark.line}" if mark.file == "--set" else mark
+        place = f"{self.style(arrow, fg='blue', bold=True)} {where}"
         text = self.line(mark)
         if text is None:
             return [f"   {place}"]

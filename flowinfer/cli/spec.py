@@ -97,6 +97,8 @@ def show(file: str, overlays: tuple[str, ...], sets: tuple[str, ...], allow_loca
 
     document = load(file, overlays, sets, allow_local)
     click.echo(to_yaml(filled_root(build_graph(document)), origin=origin), nl=False)
+    if document.problems:
+        raise SpecError(document.problems)
 
 
 @click.command()

@@ -97,10 +97,9 @@ def _by_name(ports: Iterable[Port] | None) -> Iterable[Port]:
 
 def _check_reachable(graph: Graph, loose: set[str]) -> None:
     reached = graph.reach(API)
-    for stage in graph.stages.values():
+    for stage in (stage for name, stage in graph.stages.items() if name not in reached):
         before = graph.reach(stage.name, back=True)
-        certain = all(_is_certain(graph, name, into=True) for name in before)
-        if stage.name not in reached and certain and not before & loose:
+        if all(_is_certain(graph, name, into=True) for name in before) and not before & loose:
             message = f"No request ever reaches {stage}."
             graph.problem("FI307", message, stage.mark, "Lead a path from `api` to it, or remove it.")
 
@@ -152,7 +151,9 @@ def check_answers(graph: Graph) -> None:
     for stage in graph.stages.values():
         for port in stage.outputs or ():
             wires = [w for w in graph.out_of(stage.name) if w.out and w.out.name == port.name and not w.options.back]
-            answering = [w for w in wires if w.target == API or API in graph.reach(w.target)]
+            if len(wires) < 2:
+                continue
+            answering = [w for w in wires if API in graph.reach(w.target)]
             if len(answering) > 1:
                 _report_double(graph, port, answering)
 

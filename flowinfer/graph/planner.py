@@ -110,7 +110,12 @@ def _threads(declared: dict[str, Worker], loading: set[str | None], name: str) -
         return 1
     processes = sum(worker.replicas for worker in declared.values())
     models = sum(worker.replicas for key, worker in declared.items() if key in loading)
-    return max(1, (len(os.sched_getaffinity(0)) - processes) // models)
+    return max(1, (_num_cores() - processes) // models)
+
+
+def _num_cores() -> int:
+    """Cores that this process may use, which in a container are fewer than the machine has."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _serve(document: Document) -> ServePlan:
