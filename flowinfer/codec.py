@@ -1,7 +1,7 @@
 """Turns messages into frames and back: msgpack for structure, arrays as buffers beside it, no pickle. Knows no sockets.
 
-Frame 0 is [format: u8][header length: u16][header][body]; header and body are msgpack, the body a list of messages of
-one type. Arrays under 16 KiB stand inside the body, larger ones in frames of their own, which the receiver doesn't copy.
+Frame 0 is [format: u8][parts follow: u8][header length: u16][header][body]; header and body are msgpack, the body a
+list of messages of one type. Arrays under 16 KiB stand inside the body, larger ones in frames of their own, not copied on receipt.
 """
 
 from __future__ import annotations
@@ -21,14 +21,16 @@ from flowinfer.message import Message, type_registry
 
 FORMAT = 1
 INLINE_BYTES = 16_384  # a frame of its own costs 2 us; copying 16 KiB costs about as much
-_INLINE, _BESIDE = 1, 2  # msgpack extension types
+_INLINE, _BESIDE, _IDS = 1, 2, 3  # msgpack extension types; _IDS: a row of int32 and nothing else, the common case
 _CACHED = 4_096  # headers remembered; a service has a few hundred
-_PREFIX = struct.Struct("<BH")
+_PREFIX = struct.Struct("<BBH")
+_LENGTH = struct.Struct("<H")
 _SHAPES = tuple(struct.Struct(f"<BB{ndim}Q") for ndim in range(9))
 _INDEX = struct.Struct("<I")
 _DTYPES = tuple(
     np.dtype(c) for c in ("<i4", "<i8", "<f4", "<f8", "<f2", "|u1", "|i1", "<i2", "<u2", "<u4", "<u8", "|b1")
 )
+_INT32 = _DTYPES[0]
 _DTYPE_CODES = {dtype: code for code, dtype in enumerate(_DTYPES)}
 _BROKEN = (
     msgspec.MsgspecError,
@@ -43,6 +45,14 @@ _BROKEN = (
 
 Buffer = bytes | memoryview
 Frames = Sequence[Buffer]
+
+
+_ALONE, _FOLLOWED = bytes((FORMAT, 0)), bytes((FORMAT, 1))
+
+
+def has_parts(first: Buffer) -> bool:
+    """Whether frames of arrays follow this one."""
+    return len(first) > 1 and first[1] != 0
 
 
 class CodecError(TransportError):
@@ -78,20 +88,22 @@ class Codec:
         head = self._header_bytes.get(header) or self._encode_header(header)
         self._beside = []
         try:
-            frame = head + self._encoder.encode(messages)
+            body = self._encoder.encode(messages)
         except (msgspec.MsgspecError, ValueError, TypeError, OverflowError, RecursionError) as error:
             raise CodecError(f"a {header.type} can't be sent: {error}") from error
-        return [frame, *self._beside] if self._beside else [frame]
+        if not self._beside:
+            return [_ALONE + head + body]
+        return [_FOLLOWED + head + body, *self._beside]
 
     def decode(self, frames: Frames) -> tuple[Header, list[Message]]:
         """Header and messages of frames. Large arrays are read-only views of the frames. Raises CodecError."""
         first = frames[0]
         try:
-            form, length = _PREFIX.unpack_from(first)
-            start = 3 + length
+            form, _, length = _PREFIX.unpack_from(first)
+            start = _PREFIX.size + length
             if form != FORMAT or start > len(first):
                 raise ValueError(f"format {form}, {len(first)} bytes")
-            raw = bytes(first[3:start])
+            raw = bytes(first[_PREFIX.size : start])
             header = self._headers.get(raw) or self._decode_header(raw)
             self._arrived = frames
             return header, self._decoders[header.type].decode(memoryview(first)[start:])
@@ -111,7 +123,7 @@ class Codec:
         raw = msgspec.msgpack.encode(header._replace(schema=schema_of(cls)))
         if len(self._header_bytes) >= _CACHED:
             self._header_bytes.clear()
-        head = self._header_bytes[header] = _PREFIX.pack(FORMAT, len(raw)) + raw
+        head = self._header_bytes[header] = _LENGTH.pack(len(raw)) + raw
         return head
 
     def _decode_header(self, raw: bytes) -> Header:
@@ -135,13 +147,15 @@ class Codec:
     # -- arrays --------------------------------------------------------------------------------------------------------
 
     def _encode_hook(self, value: Any) -> Any:
-        if isinstance(value, np.ndarray):
+        if type(value) is np.ndarray:
             return self._encode_array(value)
         if isinstance(value, np.generic):
             return value.item()
         raise NotImplementedError(f"a {type(value).__name__} can't travel")
 
     def _encode_array(self, array: NDArray[Any]) -> msgspec.msgpack.Ext:
+        if array.dtype is _INT32 and array.ndim == 1 and array.nbytes < INLINE_BYTES:
+            return msgspec.msgpack.Ext(_IDS, array.tobytes())
         code = _DTYPE_CODES.get(array.dtype)
         if code is None or array.ndim >= len(_SHAPES):
             raise ValueError(f"arrays of {array.dtype} with {array.ndim} dimensions can't travel")
@@ -152,6 +166,8 @@ class Codec:
         return msgspec.msgpack.Ext(_BESIDE, _INDEX.pack(len(self._beside)) + shape)
 
     def _decode_ext(self, code: int, data: memoryview) -> NDArray[Any]:
+        if code == _IDS:
+            return np.frombuffer(data, _INT32).copy() if len(data) else np.empty(0, _INT32)
         if code == _INLINE:
             dtype, shape, start = _read_shape(data, 0)
             # Copied: the bytes inside a frame are neither aligned nor writable.
@@ -182,7 +198,7 @@ def _check_array(wanted: Any, value: Any) -> Any:
     dtype = _wanted_dtypes.get(wanted)
     if dtype is None:
         dtype = _wanted_dtypes[wanted] = np.dtype(get_args(get_args(wanted)[1])[0])
-    if not isinstance(value, np.ndarray) or value.dtype != dtype:
+    if type(value) is not np.ndarray or (value.dtype is not dtype and value.dtype != dtype):
         raise ValueError(f"expected an array of {dtype}")
     return value
 

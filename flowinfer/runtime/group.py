@@ -134,8 +134,11 @@ class Group:
 
     def wait_s(self) -> float | None:
         """How long nothing will happen by itself: 0 when there is work, None without any limit."""
-        if self._events or self._done or not all(run.waits for run in self.runs):
+        if self._events or self._done:
             return 0.0
+        for run in self.runs:
+            if not run.waits:
+                return 0.0
         return max(0.0, self._timers[0][0] - self.clock.now()) if self._timers else None
 
     def _step(self, run: StageRun) -> None:

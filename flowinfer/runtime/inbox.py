@@ -5,6 +5,7 @@ Credit comes back when a message was passed to `step`; on a held port, when the 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -87,6 +88,7 @@ class Grants:
         self._used: dict[tuple[str, str, str], int] = {}  # edge, producer, lane -> credit taken and not given back
         self._shares: dict[str, int] = {}  # by edge
         self._due: dict[tuple[str, str, str], _Due] = {}
+        self.next_at = math.inf  # when `collect` has something; a plain number, since the loop asks every turn
 
     def share(self, edge: str, amount: int) -> None:
         """Sets what each producer instance of an edge may have in hand, for each lane."""
@@ -115,25 +117,22 @@ class Grants:
         due = self._due.get(key)
         if due is None:
             due = self._due[key] = _Due(since=now)
+            self.next_at = min(self.next_at, now + BACK_AFTER_S)
         due.amount += debt.amount
         due.ids.extend(debt.ids)
+        if 2 * due.amount >= self._shares.get(debt.edge, 1):
+            self.next_at = now
 
-    @property
-    def pending(self) -> bool:
-        return bool(self._due)
+    def hurry(self) -> None:
+        """What is due goes back at the end of this turn."""
+        self.next_at = -math.inf
 
-    def next_at(self) -> float | None:
-        """When the oldest debt has to be settled."""
-        return min((due.since for due in self._due.values()), default=None)
-
-    def collect(self, now: float, *, everything: bool = False) -> list[tuple[str, Credit]]:
-        """Credit events to send now: what is old, or half of a share."""
-        ready = [
-            key
-            for key, due in self._due.items()
-            if everything or now - due.since >= BACK_AFTER_S or 2 * due.amount >= self._shares.get(key[0], 1)
-        ]
-        return [(key[1], self._credit(key)) for key in ready]
+    def collect(self, now: float) -> list[tuple[str, Credit]]:
+        """Credit events to send now, by producer: all that is due, once some of it is old or half of a share."""
+        if now < self.next_at:
+            return []
+        self.next_at = math.inf
+        return [(key[1], self._credit(key)) for key in list(self._due)]
 
     def _credit(self, key: tuple[str, str, str]) -> Credit:
         due = self._due.pop(key)

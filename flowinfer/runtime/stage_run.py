@@ -37,6 +37,7 @@ class StageRun:
         names = [name for name in inspect.signature(step).parameters if name != "self"]
         self.plan = plan
         self.name = plan.name
+        self._is_api = plan.name == API
         self.stage = stage
         self.held = held
         self.inboxes = {name: Inbox() for name in names}
@@ -62,7 +63,10 @@ class StageRun:
     @property
     def gated(self) -> bool:
         """True while an output is full. A back edge never gates: its consumer waits for this very stage."""
-        return any(output.full for output in self._gates)
+        for output in self._gates:  # a loop: any() over a generator costs 0.3 us more, and this runs every turn
+            if output.full:
+                return True
+        return False
 
     @property
     def runnable(self) -> bool:
@@ -70,14 +74,17 @@ class StageRun:
 
         The api is stepped even while its calls are full: texts must reach clients, new requests their refusal.
         """
-        return (any(self._lists) or self.stage.busy) and (self.name == API or not self.gated)
+        for messages in self._lists:
+            if messages:
+                return self._is_api or not self.gated
+        return self.stage.busy and (self._is_api or not self.gated)
 
     @property
     def waits(self) -> bool:
         """True when nothing is to be done before something arrives."""
-        if self.name == API:
-            return not any(self._lists) and (not self.stage.busy or self.gated)
-        return not self.runnable
+        if not self._is_api:
+            return not self.runnable
+        return not any(self._lists) and (not self.stage.busy or self.gated)
 
     def take(self) -> tuple[list[list[Message]], list[Debt]]:
         """The inputs of one step, in the order of its parameters, and the debts that they settle."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Sequence
 
 from flowinfer.channel import Channel, Endpoints, Received
@@ -24,7 +25,7 @@ from flowinfer.message import (
 )
 from flowinfer.runtime.events import SUPERVISOR, Heartbeat, Opening, Stop
 from flowinfer.runtime.group import Group, Host
-from flowinfer.runtime.inbox import BACK_AFTER_S, Debt, Grants, Inbox
+from flowinfer.runtime.inbox import Debt, Grants, Inbox
 from flowinfer.runtime.loading import Loader
 from flowinfer.runtime.outbox import Outbox
 from flowinfer.runtime.stage_run import StageRun
@@ -50,7 +51,6 @@ class Worker(Group):
         self.num_unsent = 0
         self._dead: dict[str, int] = {}  # last generation of each worker that died
         self._moved: list[str] = []
-        self._urgent = False
         self._stopping = False
         stages = [plan.stages[stage] for stage in plan.workers[worker].stages]
         super().__init__(plan, stages, host, load, name=channel.name, generation=channel.generation, clock=clock)
@@ -81,15 +81,14 @@ class Worker(Group):
             if data:
                 self._take_data(data)
             self.turn()
-            if self.grants.pending:
+            if self.grants.next_at < math.inf:
                 self._return_credit()
 
     def _patience(self) -> float | None:
         wait = self.wait_s()
-        due = self.grants.next_at() if self.grants.pending else None
-        if due is None or wait == 0:
+        if wait == 0 or self.grants.next_at == math.inf:
             return wait
-        left = max(0.0, due + BACK_AFTER_S - self.clock.now())
+        left = max(0.0, self.grants.next_at - self.clock.now())
         return left if wait is None else min(wait, left)
 
     def announce_opening(self, stage: str) -> None:
@@ -202,13 +201,12 @@ class Worker(Group):
             self.grants.settle(debt, now)
 
     def _return_credit(self) -> None:
-        now, self._urgent, everything = self.clock.now(), False, self._urgent
-        for producer, credit in self.grants.collect(now, everything=everything):
+        for producer, credit in self.grants.collect(self.clock.now()):
             self.channel.send_event(producer, credit)
 
     def give_back(self, run: StageRun, port: str, request: str) -> None:
         super().give_back(run, port, request)
-        self._urgent = True  # a held port's credit is what a whole request waits for
+        self.grants.hurry()  # a held port's credit is what a whole request waits for
 
     def offer(self, run: StageRun, port: str, amount: int) -> None:
         """Grants `amount` more on the edges that end in this port, in equal parts to their producers."""
