@@ -52,9 +52,8 @@ def main() -> None:
         with service(pipeline, *settings) as running:
             running.all([(prompt_ids(SHORT, 7 + i), 1) for i in range(4)])
             times = measure(running, 1000)
-        print(
-            f"{name:<20} {len(times):>14} {statistics.median(times) * 1e3:>12.0f} {percentile(times, 0.99) * 1e3:>12.0f}"
-        )
+        p50, p99 = statistics.median(times) * 1e3, percentile(times, 0.99) * 1e3
+        print(f"{name:<20} {len(times):>14} {p50:>12.0f} {p99:>12.0f}")
 
 
 if __name__ == "__main__":

@@ -61,9 +61,7 @@ def main() -> None:
     print(machine())
     with service(args.pipeline) as running:
         print(f"{args.pipeline} ready after {running.started_s:.1f} s")
-        print(
-            f"{'streams':>7} {'FlowInfer tok/s':>16} {'transformers tok/s':>19} {'ratio':>6} {'TTFT ms':>8} {'ITL p99 ms':>11}"
-        )
+        print(HEAD)
         for streams, (length, new) in LOADS.items():
             rows = []
             for round in range(args.rounds + 1):  # the first one warms both up
