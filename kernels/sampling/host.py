@@ -37,7 +37,7 @@ class RowSampler:
         if top_k == 0 and top_p >= 1 and min_p <= 0:
             return self._race_all(best, peak, key)
         tokens = self._candidates(peak, top_k, top_p, min_p)
-        return int(tokens[_race(scaled[tokens], peak, tokens, key)])
+        return _race(scaled[tokens], peak, tokens, key)
 
     def _race_all(self, best: int, peak: np.float32, key: int) -> int:
         """Gumbel-max over the whole vocabulary as a race: least E_i / w_i wins, E_i exponential, w_i = exp(s_i - peak).
@@ -55,7 +55,7 @@ class RowSampler:
         np.right_shift(bits, np.uint32(1), out=self.bits[1])  # 31 bits, as int32: numpy is slow to compare uint32
         np.copyto(self.drawn, self.bits[1].view(np.int32), casting="unsafe")
         tokens = np.flatnonzero(np.less_equal(self.drawn, self.weights, out=self.flags))
-        return int(tokens[_race(self.scaled[tokens], peak, tokens, key)])
+        return _race(self.scaled[tokens], peak, tokens, key)
 
     def _candidates(self, peak: np.float32, top_k: int, top_p: float, min_p: float) -> I64:
         floor = peak + np.float32(math.log(min_p)) if min_p > 0 else np.float32(-np.inf)
@@ -105,6 +105,8 @@ def top_tokens(row: F32, count: int, flags: NDArray[np.bool_] | None = None) -> 
 
 
 def _nucleus(scaled: F32, peak: np.float32, tokens: I64, top_p: float, total: float | None) -> I64:
+    if tokens.size == 1:
+        return tokens
     order: I64 = np.argsort(-scaled, kind="stable")  # stable: ties by token id
     weights = np.exp(scaled[order].astype(np.float64) - np.float64(peak))
     before = np.cumsum(weights) - weights
@@ -114,5 +116,7 @@ def _nucleus(scaled: F32, peak: np.float32, tokens: I64, top_p: float, total: fl
 
 
 def _race(scaled: F32, peak: np.float32, tokens: I64, key: int) -> int:
+    if tokens.size == 1:  # common: one likely token
+        return int(tokens[0])
     scores = scaled.astype(np.float64) - np.float64(peak) - np.log(exponentials(key, tokens))
-    return int(scores.argmax())
+    return int(tokens[scores.argmax()])
