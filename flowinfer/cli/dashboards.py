@@ -33,6 +33,14 @@ def build(output: Path, check: bool) -> None:
 
 
 @dashboards.command()
+def metrics() -> None:
+    """Print all metrics as a Markdown table."""
+    from flowinfer.observe import catalog
+
+    click.echo(catalog.markdown(), nl=False)
+
+
+@dashboards.command()
 @click.option("--url", envvar="GRAFANA_URL", required=True, help="As in http://localhost:3000; or GRAFANA_URL.")
 @click.option("--token", envvar="GRAFANA_TOKEN", help="A service account's token; or GRAFANA_TOKEN.")
 @click.option("--folder", help="UID of the folder to put it in.")

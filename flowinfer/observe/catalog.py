@@ -183,3 +183,15 @@ WORKERS = (
 
 CATALOG: tuple[Metric, ...] = TRAFFIC + LATENCY + EDGES + STAGES + CACHE + SPECULATION + KV_POOL + TRANSFER + WORKERS
 BY_NAME: dict[str, Metric] = {metric.name: metric for metric in CATALOG}
+
+
+def markdown() -> str:
+    """All metrics as a Markdown table."""
+    head = "| Metric | Type | Labels | Meaning | vLLM name |\n|---|---|---|---|---|\n"
+    return head + "".join(_markdown_row(metric) for metric in CATALOG)
+
+
+def _markdown_row(metric: Metric) -> str:
+    labels = ", ".join(f"`{label}`" for label in metric.labels)
+    vllm = f"`vllm:{metric.vllm}`" if metric.vllm else ""
+    return f"| `{metric.full_name}` | {metric.type} | {labels} | {metric.help} | {vllm} |\n"

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 Handler = Callable[[Scope, Receive, Send, Headers], Awaitable[None]]
 Sink = Callable[[Piece | RequestError], None]
+READER_GRACE_S = 60.0  # for a client to read an answer that ended at the last moment; then it's dropped
 PROBE_TIMEOUT_S = 5.0  # a worker loop that doesn't answer in this time admits nothing either
 _REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,128}")
 _log = metrics.counter("http_responses_total")
@@ -97,7 +98,8 @@ class App:
 
     def _answer(self, job: Job, receive: Receive, send: Send, headers: Headers) -> Awaitable[None]:
         config = self._gateway.config
-        answer = Answer(self, job, buffer=config.reader_buffer, keepalive_s=config.keepalive)
+        patience = config.request_timeout + READER_GRACE_S
+        answer = Answer(self, job, buffer=config.reader_buffer, keepalive_s=config.keepalive, patience_s=patience)
         return answer.send(receive, send, headers)
 
     async def _models(self, scope: Scope, receive: Receive, send: Send, headers: Headers) -> None:

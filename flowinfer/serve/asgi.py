@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 from collections.abc import Awaitable, Callable, Iterable, MutableMapping
 from typing import Any
@@ -21,6 +22,7 @@ SSE: Headers = [
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),  # proxies that buffer would hold tokens back
 ]
+BODY_TIMEOUT_S = 60.0
 _TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
 
 
@@ -29,7 +31,16 @@ class Disconnected(Exception):
 
 
 async def read_body(scope: Scope, receive: Receive, limit: int) -> bytes:
-    """The request's body. Raises RequestError 413 beyond `limit` bytes, Disconnected when the client leaves."""
+    """The request's body. Raises RequestError 413 beyond `limit` bytes, 408, Disconnected."""
+    try:
+        async with asyncio.timeout(BODY_TIMEOUT_S):
+            return await _read(scope, receive, limit)
+    except TimeoutError:
+        message = f"The body didn't arrive within {BODY_TIMEOUT_S:g} s."
+        raise RequestError(408, message, code="request_timeout") from None
+
+
+async def _read(scope: Scope, receive: Receive, limit: int) -> bytes:
     declared = header(scope, b"content-length")
     if declared.isdigit() and int(declared) > limit:
         raise _too_large(limit)
@@ -69,7 +80,7 @@ async def respond_error(send: Send, error: RequestError, headers: Headers | None
     extra = [JSON, *(headers or [])]
     if error.retry_after_s is not None:
         extra.append((b"retry-after", str(max(1, math.ceil(error.retry_after_s))).encode()))
-    if error.status == 413:
+    if error.status in (408, 413):
         extra.append((b"connection", b"close"))  # the rest of the body stays unread
     await respond(send, error.status, error_body(error), extra)
 

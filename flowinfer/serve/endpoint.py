@@ -9,7 +9,7 @@ from typing import Protocol
 
 from flowinfer.errors import RequestError
 from flowinfer.message import Piece
-from flowinfer.serve.asgi import JSON, SSE, Headers, Receive, Send, disconnection, error_body, respond
+from flowinfer.serve.asgi import JSON, SSE, Disconnected, Headers, Receive, Send, disconnection, error_body, respond
 from flowinfer.serve.mailbox import Mailbox, joined
 from flowinfer.serve.openai.job import Job
 
@@ -27,21 +27,25 @@ class Front(Protocol):
 class Answer:
     """The way of one job from submission to the last byte."""
 
-    def __init__(self, front: Front, job: Job, *, buffer: int, keepalive_s: float) -> None:
+    def __init__(self, front: Front, job: Job, *, buffer: int, keepalive_s: float, patience_s: float) -> None:
         self._front = front
         self._job = job
         self._keepalive_s = keepalive_s
+        self._patience_s = patience_s
         self._indices = {call.id: index for index, call in enumerate(job.calls)}
         self._mailbox = Mailbox(len(job.calls), buffer, whole=not job.stream)
         self._last: dict[int, Piece] = {}
 
     async def send(self, receive: Receive, send: Send, headers: Headers) -> None:
-        """Answers. Raises RequestError while no byte is sent yet, Disconnected when the client leaves."""
-        async with self._open(receive):
-            if self._job.stream:
-                await self._stream(send, headers)
-            else:
-                await self._gather(send, headers)
+        """Answers. Raises RequestError before the first byte, Disconnected when nobody reads (any more)."""
+        try:
+            async with asyncio.timeout(self._patience_s), self._open(receive):
+                if self._job.stream:
+                    await self._stream(send, headers)
+                else:
+                    await self._gather(send, headers)
+        except TimeoutError:
+            raise Disconnected from None
 
     @asynccontextmanager
     async def _open(self, receive: Receive) -> AsyncIterator[None]:

@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 from pydantic import PositiveInt
 
 from flowinfer.errors import RequestError
@@ -31,7 +32,9 @@ from flowinfer.message import (
     WorkerUp,
 )
 from flowinfer.observe import metrics
+from flowinfer.observe.fleet import Fleet
 from flowinfer.serve.ledger import Entry, Ledger, Sink
+from flowinfer.serve.openai.job import draw_seed
 from flowinfer.serve.policy import Admission
 from flowinfer.serve.record import Record
 from flowinfer.stage import Context, Stage, StageConfig
@@ -83,7 +86,7 @@ class Gateway(Stage):
         super().__init__(config, ctx)
         self.ledger = Ledger()
         self.admission = Admission(config.max_requests)
-        self.stats: dict[str, list[metrics.Sample]] = {}  # last samples of each worker, this one included
+        self.fleet = Fleet()
         self.after_step: Callable[[], None] = lambda: None
         self._commands: deque[Command] = deque()
         self._ended: list[str] = []
@@ -139,6 +142,9 @@ class Gateway(Stage):
             self._server.start()
 
     def close(self) -> None:
+        self.drain()
+        while self._commands:
+            list(self._commands.popleft()(self.ctx.clock.now()))  # what waits to come in is told so
         for id in self.ledger.ids():
             self._fail(id, RequestError(503, "The service stopped.", code="service_unavailable"))
         self._flush()
@@ -155,8 +161,8 @@ class Gateway(Stage):
         """The metric samples of every worker: this one's as they are now, the others' as they last said. Any thread."""
         now = metrics.snapshot()
         fresh = {name for name, _, _ in now}
-        loop = [sample for sample in self.stats.get(self.ctx.worker, ()) if sample[0] not in fresh]
-        return self.stats | {self.ctx.worker: now + loop}
+        loop = [sample for sample in self.fleet.of(self.ctx.worker) if sample[0] not in fresh]
+        return self.fleet.samples() | {self.ctx.worker: now + loop}
 
     def step(self, texts: list[Text]) -> Iterable[Call]:
         now = self.ctx.clock.now()
@@ -179,7 +185,7 @@ class Gateway(Stage):
             case WorkerUp():
                 self.admission.worker_up(event.worker, event.generation)
             case Stats():
-                self.stats[event.worker] = event.samples
+                self.fleet.update(event.worker, event.samples)
             case Serving():
                 self.admission.serving = True
             case Drain():
@@ -206,6 +212,8 @@ class Gateway(Stage):
         for call in calls:
             limit = now + self.config.request_timeout
             call.deadline = limit if call.deadline is None else min(limit, call.deadline)
+            if call.sampling.seed is None:
+                call.sampling = msgspec.structs.replace(call.sampling, seed=draw_seed())
             self.ledger.open(Entry(call.id, sink, now, call.deadline, group))
         self._record.received(len(calls))
         return calls
@@ -239,7 +247,7 @@ class Gateway(Stage):
 
     def _worker_down(self, event: WorkerDown) -> None:
         self.admission.worker_down(event.worker, event.generation)
-        self.stats.pop(event.worker, None)
+        self.fleet.down(event.worker)
         message = f"Worker {event.worker!r} died while it held this request. Please send it again."
         for id in self.ledger.held_by(event.worker, event.generation):
             self._fail(id, RequestError(503, message, code="worker_died", retry_after_s=1.0))

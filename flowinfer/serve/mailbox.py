@@ -20,7 +20,7 @@ class Mailbox:
 
     def __init__(self, num_choices: int, limit: int, *, whole: bool = False) -> None:
         self.num_unfinished = num_choices
-        self._limit = limit
+        self._limit = self._join_at = limit
         self._whole = whole
         self._pieces: list[Piece] = []
         self._size = 0
@@ -42,7 +42,7 @@ class Mailbox:
             self._pieces.append(item)
             self._size += PIECE_BYTES + len(item.text)
             self.num_unfinished -= item.finish is not None
-            if self._size > self._limit:
+            if self._size > self._join_at:
                 self._join()
         if not self._whole or self.closed:
             self._wake()
@@ -74,6 +74,7 @@ class Mailbox:
 
     def _empty(self) -> list[Piece]:
         pieces, self._pieces, self._size, self._ticked = self._pieces, [], 0, False
+        self._join_at = self._limit
         return pieces
 
     def _wake(self) -> None:
@@ -85,7 +86,10 @@ class Mailbox:
         for piece in self._pieces:
             by_id.setdefault(piece.id, []).append(piece)
         self._pieces = [joined(pieces) for pieces in by_id.values()]
-        self._size = sum(PIECE_BYTES for _ in self._pieces)  # text is the answer itself: bounded by max_tokens
+        self._size = sum(PIECE_BYTES + len(piece.text) for piece in self._pieces)
+        # What is left is the answer itself, which max_tokens bounds. Joined again once it has doubled: each
+        # character is then copied some six times at most, however long the reader sleeps.
+        self._join_at = max(self._limit, 2 * self._size)
 
 
 def joined(pieces: list[Piece]) -> Piece:

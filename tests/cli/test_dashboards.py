@@ -14,6 +14,7 @@ from click.testing import CliRunner
 
 from flowinfer.cli import main
 from flowinfer.observe import grafana
+from flowinfer.observe.catalog import CATALOG
 
 
 class FakeGrafana(BaseHTTPRequestHandler):
@@ -61,6 +62,11 @@ def test_build_writes_what_check_accepts(tmp_path: Path) -> None:
     assert run("build", "--check", "-o", file).exit_code == 0
     Path(file).write_text("{}")
     assert run("build", "--check", "-o", file).exit_code == 1
+
+
+def test_the_table_names_every_metric() -> None:
+    table = run("metrics").output
+    assert all(f"`{metric.full_name}`" in table for metric in CATALOG)
 
 
 def test_push_replaces_the_dashboard(fake: tuple[str, type[FakeGrafana]]) -> None:

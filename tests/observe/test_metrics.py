@@ -15,6 +15,7 @@ from prometheus_client import CollectorRegistry, Histogram, generate_latest
 from flowinfer.errors import FlowInferError
 from flowinfer.observe import exposition, grafana, metrics
 from flowinfer.observe.catalog import BY_NAME, CATALOG, PREFIX, ROWS
+from flowinfer.observe.fleet import Fleet
 from flowinfer.observe.tally import Tally
 
 COMMITTED = Path(__file__).parents[2] / "dashboards" / "flowinfer.json"
@@ -77,6 +78,17 @@ def test_samples_of_workers_keep_their_label_or_get_one() -> None:
     assert 'flowinfer:worker_up{worker="decode.0"} 1.0' in page
     assert 'flowinfer:kv_blocks{worker="front.0"} 8.0' in page
     assert "# TYPE flowinfer:kv_blocks gauge" in page
+
+
+def test_counters_go_on_over_a_restart_and_levels_do_not() -> None:
+    fleet = Fleet()
+    first = [("a_total", {"x": "1"}, 5.0), ("b_total", {}, 1.0), ("level", {}, 3.0)]
+    fleet.update("w.0", first)
+    fleet.down("w.0")
+    assert sorted(fleet.samples()["w.0"]) == [("a_total", {"x": "1"}, 5.0), ("b_total", {}, 1.0)]
+    fleet.update("w.0", [("a_total", {"x": "1"}, 2.0), ("level", {}, 4.0)])
+    wanted = [("a_total", {"x": "1"}, 7.0), ("b_total", {}, 1.0), ("level", {}, 4.0)]
+    assert sorted(fleet.samples()["w.0"]) == wanted
 
 
 # ----------------------------------------------------------------------------------------------------------- dashboard

@@ -12,6 +12,7 @@ import openai
 import pytest
 
 from flowinfer.message import Cancel, Drain, Ended, Failure, Moved, WorkerDown, WorkerUp
+from flowinfer.serve import app, asgi
 
 ASK: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}]}
 CHAT = "/v1/chat/completions"
@@ -350,6 +351,26 @@ def test_a_slow_reader_stops_only_itself_and_loses_nothing(service: Any) -> None
     contents = [d["choices"][0]["delta"].get("content", "") for d in deltas]
     assert "".join(contents) == "".join(words)
     assert len(contents) < len(words)  # pieces were joined while the reader slept
+
+
+def test_a_client_that_never_reads_is_dropped(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(app, "READER_GRACE_S", 0.05)
+    service = start(request_timeout="50ms")  # of real time for the reader; the pipeline's clock stands still
+    connection = raw_request(service, stream=True)
+    call = service.next_call()
+    service.say(call.id, "first")
+    for _ in range(2_000):
+        service.say(call.id, "x" * 10_000)
+    service.wait_sent(Cancel, call.id)
+    connection.close()
+
+
+def test_a_body_that_does_not_arrive_is_408(service: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(asgi, "BODY_TIMEOUT_S", 0.05)
+    connection = socket.create_connection(("127.0.0.1", int(service.url.rpartition(":")[2])), timeout=10)
+    connection.sendall(b"POST %s HTTP/1.1\r\nhost: x\r\ncontent-length: 1000\r\n\r\n{" % CHAT.encode())
+    assert b" 408 " in read_until(connection, b"request_timeout")
+    connection.close()
 
 
 def test_a_waiting_stream_shows_signs_of_life(start: Any) -> None:

@@ -270,6 +270,13 @@ known = st.sampled_from(sorted({*ChatRequest.__struct_fields__, *CompletionReque
 bodies = st.dictionaries(known | st.text(max_size=6), json_values, max_size=4)
 
 
+@given(st.binary(max_size=60) | st.text(max_size=60).map(str.encode))
+def test_no_bytes_break_the_reader(body: bytes) -> None:
+    with pytest.raises(RequestError) as caught:
+        decode(ChatRequest, body)
+    assert caught.value.status == 400
+
+
 @settings(max_examples=300, deadline=None)
 @given(bodies, st.booleans())
 def test_no_body_breaks_the_reader(fields: dict[str, Any], whole: bool) -> None:

@@ -88,6 +88,21 @@ def test_programs_in_the_process_need_no_http(start_plain: Any) -> None:
     assert [item.text for item in heard if isinstance(item, Piece)] == ["text"]
 
 
+def test_a_call_without_a_seed_is_given_one(start_plain: Any) -> None:
+    service = start_plain()
+    service.gateway.submit(Call(id="one", sampling=Sampling(), prompt="hi"), lambda item: None)
+    assert service.next_call().sampling.seed is not None
+
+
+def test_what_waits_when_the_service_closes_is_refused(start_plain: Any) -> None:
+    service = start_plain()
+    service.close()
+    heard: list[Any] = []
+    service.gateway.submit(Call(id="one", sampling=Sampling(), prompt="hi"), heard.append)
+    service.gateway.close()
+    assert [error.status for error in heard] == [503]
+
+
 def test_an_open_id_is_refused(start_plain: Any) -> None:
     service = start_plain()
     heard: list[Any] = []

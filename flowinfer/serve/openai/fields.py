@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterable
 from typing import Any
 
@@ -10,14 +9,13 @@ import msgspec
 
 from flowinfer.errors import RequestError
 from flowinfer.message import Sampling
-from flowinfer.serve.openai.job import SEED_BITS, Limits
+from flowinfer.serve.openai.job import SEED_BITS, Limits, draw_seed
 
 MAX_STOP = 16
 MAX_TOKEN_ID = 2**31 - 1
 MAX_TOP_LOGPROBS = 20
 MAX_CHOICES = 128
 MAX_CACHE_WORD = 256
-_seeds = random.SystemRandom()
 
 
 class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
@@ -101,7 +99,7 @@ def sampling_of(request: Common, max_tokens: int, logprobs: int | None) -> Sampl
         repetition_penalty=_or(request.repetition_penalty, 1.0),
         presence_penalty=request.presence_penalty or 0.0,
         frequency_penalty=request.frequency_penalty or 0.0,
-        seed=_seeds.getrandbits(SEED_BITS) if request.seed is None else request.seed % (1 << SEED_BITS),
+        seed=draw_seed() if request.seed is None else request.seed % (1 << SEED_BITS),
         stop=_stops(request.stop),
         stop_token_ids=_token_ids("stop_token_ids", request.stop_token_ids or []),
         ignore_eos=bool(request.ignore_eos),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -47,6 +48,11 @@ class Limits:
 
 SEED_BITS = 63
 _STRIDE = 0x9E3779B97F4A7C15  # 2**64 over the golden ratio: choices of one seed never meet those of its neighbours
+
+
+def draw_seed() -> int:
+    """A seed for a request that names none."""
+    return secrets.randbits(SEED_BITS)
 
 
 def seed_of_choice(seed: int, choice: int) -> int:
