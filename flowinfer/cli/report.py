@@ -25,8 +25,9 @@ def render(problems: Sequence[Problem], sources: Mapping[str, str], *, color: bo
 
 def _count(problems: Sequence[Problem]) -> str:
     errors = "1 error" if len(problems) == 1 else f"{len(problems)} errors"
-    codes = sorted({problem.code for problem in problems})
-    return f"{errors}. For more about {'it' if len(codes) == 1 else 'one'}: flowinfer explain {codes[0]}"
+    return (
+        f"{errors}. For more about {'it' if len(problems) == 1 else 'the first'}: flowinfer explain {problems[0].code}"
+    )
 
 
 class _Printer:

@@ -18,7 +18,9 @@ from flowinfer.spec.registry import builtin_kinds
 from flowinfer.spec.schema import json_schema
 from flowinfer.spec.tree import read_tree
 
-PROD = "pipelines/prod.yaml"
+PIPELINES = Path(__file__).parents[2] / "pipelines"
+PROD = str(PIPELINES / "prod.yaml")
+EXPERIMENT = str(PIPELINES / "experiments/no-speculation.yaml")
 
 
 def plain(text: str) -> object:
@@ -79,14 +81,14 @@ def test_report_keeps_to_the_width(width: int, tmp_path: Path) -> None:
 
 def test_show_prints_a_file_that_checks_to_the_same_plan(tmp_path: Path) -> None:
     shown = tmp_path / "shown.yaml"
-    shown.write_text(run("show", "pipelines/experiments/no-speculation.yaml").stdout)
+    shown.write_text(run("show", EXPERIMENT).stdout)
     first, second = (json.loads(run("check", "--json", file).stdout)["plan"] for file in (str(shown), PROD))
     assert first["stages"]["verify"]["config"]["draft"] == "none"
     assert first["edges"] == second["edges"]
 
 
 def test_show_origin_names_file_and_line_or_the_option() -> None:
-    text = run("show", "--origin", "pipelines/experiments/no-speculation.yaml", "--set", "serve.port=9").stdout
+    text = run("show", "--origin", EXPERIMENT, "--set", "serve.port=9").stdout
     assert any(line.split() == ["port:", "9", "#", "--set"] for line in text.split("\n"))
     assert "draft: none" in text and "experiments/no-speculation.yaml:7" in text
 
@@ -147,7 +149,7 @@ def test_schema_is_valid_draft_2020_12(schema: dict[str, Any]) -> None:
     jsonschema.Draft202012Validator.check_schema(schema)
 
 
-@pytest.mark.parametrize("file", sorted(Path("pipelines").rglob("*.yaml")), ids=lambda path: path.stem)
+@pytest.mark.parametrize("file", sorted(PIPELINES.rglob("*.yaml")), ids=lambda path: path.stem)
 def test_shipped_files_validate(file: Path, schema: dict[str, Any]) -> None:
     if not file.stem.endswith("_test"):
         jsonschema.Draft202012Validator(schema).validate(plain(file.read_text()))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
@@ -15,7 +16,7 @@ from flowinfer.spec import load
 
 @pytest.fixture(scope="module")
 def graph() -> Graph:
-    return check(load("pipelines/prod.yaml"))
+    return check(load(Path(__file__).parents[2] / "pipelines/prod.yaml"))
 
 
 def test_svg_shows_every_stage_worker_and_message(graph: Graph) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import tempfile
 from pathlib import Path
 
@@ -11,7 +13,8 @@ from hypothesis import strategies as st
 from flowinfer.errors import SpecError
 from flowinfer.graph import load_plan
 
-PROD = Path("pipelines/prod.yaml").read_text()
+FILE = Path(__file__).parents[2] / "pipelines/prod.yaml"
+PROD = FILE.read_text()
 TOKENS = [
     *PROD.split(),
     "\n",
@@ -70,6 +73,20 @@ def test_any_edit_of_a_good_file(data: st.DataObject) -> None:
     check_text(text)
 
 
+@given(
+    st.lists(
+        st.sampled_from(["stages", "verify", "with", "edges", "a -> b", "=", ".", '"', "x", "3", "on", "[", "!drop"]),
+        max_size=9,
+    )
+)
+@example(["edges", ".", "=", "3"])
+@example(["=", "="])
+@settings(max_examples=150, deadline=None)
+def test_any_set(parts: list[str]) -> None:
+    with contextlib.suppress(SpecError):
+        load_plan(FILE, sets=["".join(parts)])
+
+
 values = st.recursive(
     st.none()
     | st.booleans()
@@ -86,8 +103,6 @@ values = st.recursive(
 @given(st.sampled_from(["serve", "workers", "stages", "edges", "network", "vars", "name", "flowinfer"]), values)
 @settings(max_examples=100, deadline=None)
 def test_any_value_of_any_section(section: str, value: object) -> None:
-    import json
-
     check_text(
         PROD + f"{section}x: 1\n" if section == "name" else PROD.replace(f"\n{section}:", f"\n# {section}:") + ""
     )

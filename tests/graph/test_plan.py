@@ -13,7 +13,7 @@ from flowinfer.graph.facets import FacetFlow
 from flowinfer.graph.plan import Plan
 from flowinfer.spec import load
 
-PIPELINES = Path("pipelines")
+PIPELINES = Path(__file__).parents[2] / "pipelines"
 SHIPPED = sorted(path for path in PIPELINES.rglob("*.yaml") if not path.stem.endswith("_test"))
 
 
