@@ -73,9 +73,9 @@ class LazyGroup(click.Group):
 def print_error(error: FlowInferError) -> None:
     """Prints an error as people read it; mistakes in a file with their lines."""
     if isinstance(error, SpecError):
-        from flowinfer.cli.report import render
+        from flowinfer.cli.report import render, wants_color
 
-        click.echo(render(error.problems, {}, color=sys.stderr.isatty()), err=True)
+        click.echo(render(error.problems, {}, color=wants_color(sys.stderr)), err=True)
         return
     click.echo(click.style("error", fg="red", bold=True) + f": {error.message}", err=True)
     if error.help:

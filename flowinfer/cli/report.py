@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TextIO
 
 import click
 
@@ -21,6 +23,11 @@ def render(problems: Sequence[Problem], sources: Mapping[str, str], *, color: bo
     printer = _Printer(sources, color, width or min(shutil.get_terminal_size().columns, 120))
     blocks = [printer.problem(problem) for problem in problems]
     return "\n\n".join([*blocks, _count(problems)])
+
+
+def wants_color(stream: TextIO) -> bool:
+    """True for a terminal, unless NO_COLOR says otherwise (no-color.org)."""
+    return stream.isatty() and not os.environ.get("NO_COLOR")
 
 
 def _count(problems: Sequence[Problem]) -> str:

@@ -37,6 +37,7 @@ def check(file: str, overlays: tuple[str, ...], sets: tuple[str, ...], allow_loc
 
     Exit codes: 0 the file is right, 1 it has mistakes, 2 the command line has one.
     """
+    from flowinfer.cli.report import wants_color
     from flowinfer.cli.summary import summary
     from flowinfer.graph.checker import check as check_graph
     from flowinfer.spec import load
@@ -48,17 +49,17 @@ def check(file: str, overlays: tuple[str, ...], sets: tuple[str, ...], allow_loc
     graph = check_graph(document)
     if graph.problems:
         return _fail(SpecError(graph.problems), document.sources, as_json)
-    click.echo(_plan_json(graph) if as_json else summary(graph, color=sys.stdout.isatty()))
+    click.echo(_plan_json(graph) if as_json else summary(graph, color=wants_color(sys.stdout)))
     return None
 
 
 def _fail(error: SpecError, sources: Any, as_json: bool) -> None:
-    from flowinfer.cli.report import render
+    from flowinfer.cli.report import render, wants_color
 
     if as_json:
         click.echo(json.dumps({"problems": [_problem_json(problem) for problem in error.problems]}, indent=2))
     else:
-        click.echo(render(error.problems, sources, color=sys.stderr.isatty()), err=True)
+        click.echo(render(error.problems, sources, color=wants_color(sys.stderr)), err=True)
     click.get_current_context().exit(1)
 
 

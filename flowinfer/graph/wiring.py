@@ -23,9 +23,8 @@ def connect(graph: Graph, key: EdgeKey, options: Edge) -> None:
     pair = _resolve(graph, key)
     mark = key.source.mark
     path = _path(graph, key)
-    wire = Wire(
-        _name(graph, key, pair), key.source.stage, key.target.stage, mark, options, path, *(pair or (None, None))
-    )
+    out, into = pair or (None, None)
+    wire = Wire(str(key), key.source.stage, key.target.stage, mark, options, path, out, into)
     twin = next((w for w in graph.wires if pair and _ends(w) == _ends(wire)), None)
     if twin:
         note = (twin.mark, "the first one is here")
@@ -37,11 +36,6 @@ def connect(graph: Graph, key: EdgeKey, options: Edge) -> None:
 def _ends(wire: Wire) -> tuple[object, ...]:
     names = (wire.out and wire.out.name, wire.into and wire.into.name)
     return (wire.source, wire.target, *names)
-
-
-def _name(graph: Graph, key: EdgeKey, pair: Pair | None) -> str:
-    """As written; with ports where another edge joins the same stages."""
-    return str(key)
 
 
 def _path(graph: Graph, key: EdgeKey) -> tuple[str, str]:
