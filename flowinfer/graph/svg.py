@@ -9,11 +9,11 @@ from flowinfer.graph.drawing import members, short_kind, wire_label, worker_titl
 from flowinfer.graph.layout import Cell, Grid, place
 from flowinfer.graph.model import Graph, Wire
 from flowinfer.graph.plan import API
+from flowinfer.graph.shapes import BAND_BOTTOM, BAND_TOP, Box, Point, arc, bridges, curve, straight, without_touching
 
 # Pixels. A gap between stages holds the longest usual label ("Sequence", "Prompt by bucket" in two lines) at 11 px.
 WIDTH, HEIGHT = 112, 46
 GAP_X, GAP_Y = 76, 44
-BAND_TOP, BAND_BOTTOM = 40, 56  # above a row: the worker's name; below: the arcs of loops
 MARGIN = 20
 PAD = 14
 
@@ -22,9 +22,6 @@ QUEUE = "#1565c0"
 BACK = "#b4540a"
 FILLS = ("#f3f5f8", "#eef6ee", "#fdf4e7", "#f4effa", "#fdeeee", "#eaf6f8")
 FONT = "font-family=\"Inter, 'Helvetica Neue', Helvetica, Arial, 'DejaVu Sans', sans-serif\""
-
-Box = tuple[float, float, float, float]  # left, top, right, bottom
-Point = tuple[float, float]
 
 
 def to_svg(graph: Graph) -> str:
@@ -90,14 +87,14 @@ class _Drawing:
     def worker(self, worker: str, names: list[str], fill: str) -> Iterator[str]:
         """One box a run of neighbours in a row; runs that touch are joined, so that most workers are one shape."""
         parts = self.runs(names)
-        shapes = [*((part, 12) for part in parts), *((bridge, 0) for bridge in _bridges(parts))]
+        shapes = [*((part, 12) for part in parts), *((bridge, 0) for bridge in bridges(parts))]
         for box, radius in shapes:
             yield f'<rect {_size(box)} rx="{radius}" fill="{fill}" stroke="#c3ccd6" stroke-width="2"/>'
         for (left, top, right, bottom), radius in shapes:  # once more without a border: what touches becomes one
             inner = (left + 1, top + 1, right - 1, bottom - 1)
             yield f'<rect {_size(inner)} rx="{max(0, radius - 1)}" fill="{fill}"/>'
         title = escape(worker_title(self.graph, worker))
-        for part in _without_touching(parts):
+        for part in without_touching(parts):
             yield _text(part[0] + 12, part[1] + 17, title, 12, SOFT, weight=600)
 
     def runs(self, names: list[str]) -> list[Box]:
@@ -174,13 +171,13 @@ class _Drawing:
             return self.route_api(wire, a, b)
         ca, cb = self.grid.cells[wire.source], self.grid.cells[wire.target]
         if wire.options.back or (ca.row == cb.row and abs(ca.column - cb.column) != 1):
-            return _arc(a, b, below=wire.options.back or ca.slot > 0)
+            return arc(a, b, below=wire.options.back or ca.slot > 0)
         if ca.row == cb.row:
-            return _straight(a, b)
+            return straight(a, b)
         if ca.column == cb.column:
             x = (a[0] + a[2]) / 2
             return f"M{x} {a[3]} L{x} {b[1] - 2}", (x + 32, a[3] + 24)
-        return _curve(a, b)
+        return curve(a, b)
 
     def route_api(self, wire: Wire, a: Box, b: Box) -> tuple[str, Point]:
         stage, api = (b, a) if wire.source == API else (a, b)
@@ -189,16 +186,16 @@ class _Drawing:
         side = (stage[0], api[1], stage[2], api[3])
         if abs(y - (stage[1] + stage[3]) / 2) > 1:
             return (
-                _curve((api[0], y - 1, api[2], y + 1), b)
+                curve((api[0], y - 1, api[2], y + 1), b)
                 if wire.source == API
-                else _curve(a, (api[0], y - 1, api[2], y + 1))
+                else curve(a, (api[0], y - 1, api[2], y + 1))
             )
         cell = self.grid.cells[wire.target if wire.source == API else wire.source]
         if cell.column != 1:
             return (
-                _arc((api[0], stage[1], api[2], stage[3]), b, below=False)
+                arc((api[0], stage[1], api[2], stage[3]), b, below=False)
                 if wire.source == API
-                else _arc(a, (api[0], stage[1], api[2], stage[3]), below=True)
+                else arc(a, (api[0], stage[1], api[2], stage[3]), below=True)
             )
         start, end = (api[2], side[0] - 2) if wire.source == API else (side[0], api[2] + 2)
         return f"M{start} {y} L{end} {y}", ((api[2] + side[0]) / 2, y - 7)
@@ -231,66 +228,6 @@ def _markers() -> Iterator[str]:
 def _size(box: Box) -> str:
     left, top, right, bottom = box
     return f'x="{left:.1f}" y="{top:.1f}" width="{right - left:.1f}" height="{bottom - top:.1f}"'
-
-
-def _straight(a: Box, b: Box) -> tuple[str, Point]:
-    ya, yb = (a[1] + a[3]) / 2, (b[1] + b[3]) / 2
-    right = b[0] > a[0]
-    start, end = (a[2], b[0] - 2) if right else (a[0], b[2] + 2)
-    middle = (start + end) / 2
-    if abs(ya - yb) < 1:
-        return f"M{start} {ya} L{end} {yb}", (middle, ya - 7)
-    return f"M{start} {ya} C{middle} {ya} {middle} {yb} {end} {yb}", (middle, (ya + yb) / 2 - 7)
-
-
-def _arc(a: Box, b: Box, *, below: bool) -> tuple[str, Point]:
-    """Around what lies between two stages of a row: loops below, short cuts above."""
-    if a == b:
-        x = (a[0] + a[2]) / 2
-        return f"M{x + 20} {a[3]} C{x + 24} {a[3] + 34} {x - 24} {a[3] + 34} {x - 20} {a[3] + 2}", (x, a[3] + 38)
-    inset = 24 if b[0] > a[0] else -24
-    xa, xb = (a[0] + a[2]) / 2 + inset, (b[0] + b[2]) / 2 - inset
-    ya, yb = (a[3], b[3] + 2) if below else (a[1], b[1] - 2)
-    depth = 28 if below else -26
-    y = (max if below else min)(ya, yb) + depth
-    return f"M{xa} {ya} C{xa} {y} {xb} {y} {xb} {yb}", ((xa + xb) / 2, y + (7 if below else 1))
-
-
-def _curve(a: Box, b: Box) -> tuple[str, Point]:
-    right = b[0] > a[0]
-    xa, xb = (a[2], b[0] - 2) if right else (a[0], b[2] + 2)
-    ya, yb = (a[1] + a[3]) / 2, (b[1] + b[3]) / 2
-    middle = (xa + xb) / 2
-    return f"M{xa} {ya} C{middle} {ya} {middle} {yb} {xb} {yb}", (middle, (ya + yb) / 2 - 6)
-
-
-def _bridges(parts: list[Box]) -> list[Box]:
-    """Pieces that join boxes of one worker in rows next to each other."""
-    found = []
-    for a in parts:
-        for b in parts:
-            left, right = max(a[0], b[0]), min(a[2], b[2])
-            if a[3] <= b[1] <= a[3] + BAND_TOP and right - left > 40:
-                found.append((left, a[3] - 24, right, b[1] + 24))
-    return found
-
-
-def _without_touching(parts: list[Box]) -> list[Box]:
-    """The parts that need a title: the first of each group that touch."""
-    titled: list[Box] = []
-    groups: list[list[Box]] = []
-    for part in sorted(parts, key=lambda box: (box[1], box[0])):
-        group = next((g for g in groups if any(_touch(part, other) for other in g)), None)
-        if group is None:
-            groups.append([part])
-            titled.append(part)
-        else:
-            group.append(part)
-    return titled
-
-
-def _touch(a: Box, b: Box) -> bool:
-    return a[0] <= b[2] and b[0] <= a[2] and a[1] <= b[3] + BAND_TOP and b[1] <= a[3] + BAND_TOP
 
 
 def _label(text: str, at: Point, color: str, paper: str) -> str:
