@@ -1,4 +1,4 @@
-"""The geometry of a drawing: lines between boxes, and how the boxes of one worker join. Knows no colours and no graph."""
+"""The geometry of a drawing: lines between boxes, and how boxes of one worker join. Knows no colours and no graph."""
 
 from __future__ import annotations
 
