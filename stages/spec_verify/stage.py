@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from pydantic import Field, model_validator
 
 from flowinfer.errors import RequestError, StageError
-from flowinfer.message import Ended, Event, Finish, FinishReason, Ids, Logits, Opening, Proposal, TokenLogprob, Tokens
+from flowinfer.message import Ended, Event, FinishReason, Ids, Logits, Proposal, TokenLogprob, Tokens
 from flowinfer.stage import Contract, Stage, StageConfig
 from flowinfer.stages.spec_verify.policy import (
     LENGTH,
@@ -26,6 +26,7 @@ from flowinfer.stages.spec_verify.policy import (
     count_matches,
     pad_rows,
 )
+from flowinfer.stages.spec_verify.tenants import Tenants
 
 if TYPE_CHECKING:
     from flowinfer.engine.batch import Batch
@@ -92,14 +93,8 @@ class SpecVerify(Stage):
             self.ngrams = NgramDraft(batch.tokens, max_drafts=self.max_drafts, **lengths)
         self.length = DraftLength(slots, self.config.row_cost)
         self.counters = SpecCounters(self.max_drafts)
-        self.live = np.zeros(slots, np.bool_)
-        self.version = np.full(slots, -1, np.int64)  # of the sequence that this stage knows in the slot
-        self.slot_of: dict[str, int] = {}
-        self.usage = np.zeros((slots, 3), np.int64)  # cached, drafted, accepted tokens
-        self.resumable: dict[str, NDArray[np.int64]] = {}  # usage of sequences that lost their slot to another
-        self.known = [""] * slots
-        self.unopened: set[int] = set()
-        self.with_logprobs: dict[int, int] = {}
+        self.tenants = Tenants(batch, on_leave=self._leave)
+        self.num_top: dict[int, int] = {}  # of the slots that asked for logprobs
         self.guesses: Ids = np.zeros((slots, self.max_drafts), np.int32)
         self.has_guess = np.zeros(slots, np.bool_)
 
@@ -118,16 +113,12 @@ class SpecVerify(Stage):
 
     def cancel(self, requests: Collection[str]) -> None:
         """Forgets these sequences; moe-decode frees their slots."""
-        for request in requests:
-            self.resumable.pop(request, None)
-            slot = self.slot_of.get(request)
-            if slot is not None:
-                self._forget(slot)
+        self.tenants.forget(requests)
 
     def observe(self, event: Event) -> None:
         """Forgets sequences that ended elsewhere, as one that failed while it was preempted."""
         if isinstance(event, Ended):
-            self.cancel(event.ids)
+            self.tenants.forget(event.ids)
 
     # -------------------------------------------------------------------------------------------- who is in which slot
 
@@ -145,49 +136,29 @@ class SpecVerify(Stage):
                 self._join(slot)
 
     def _join(self, slot: int) -> None:
-        batch, prompt, request = self.batch, self.batch.prompts[slot], self.batch.ids[slot]
-        assert prompt is not None and request is not None, "a slot that joined holds a sequence"
-        usage = self._usage_so_far(request)
-        if self.live[slot]:  # its sequence was preempted and will come back elsewhere
-            self.resumable[self.known[slot]] = self.usage[slot].copy()
-            self._forget(slot)
-        cached = prompt.kv.cached_tokens if prompt.kv else 0
-        self.usage[slot] = (cached, 0, 0) if usage is None else usage
-        self.live[slot], self.version[slot] = True, batch.version[slot]
-        self.known[slot], self.slot_of[request] = request, slot
-        num_prompt, num_tokens = int(batch.num_prompt[slot]), int(batch.num_tokens[slot])
-        self.sampler.join(slot, prompt.sampling, request, batch.tokens[slot, :num_tokens], num_prompt)
+        self.tenants.move_in(slot)
+        batch, prompt = self.batch, self.batch.prompts[slot]
+        assert prompt is not None, "a slot that joined holds a sequence"
+        num_prompt = int(batch.num_prompt[slot])
+        self.sampler.join(slot, prompt.sampling, prompt.id, batch.history(slot), num_prompt)
         self.stops.join(slot, prompt.sampling, num_prompt)
         if self.max_drafts:
             self.ngrams.join(slot)
             self.length.join(slot)
-        if num_tokens == num_prompt:
-            self.unopened.add(slot)
         if prompt.sampling.logprobs is not None:
-            self.with_logprobs[slot] = prompt.sampling.logprobs
+            self.num_top[slot] = prompt.sampling.logprobs
 
-    def _usage_so_far(self, request: str) -> NDArray[np.int64] | None:
-        """Of a sequence that was preempted and is back: from its old slot, unless another took that meanwhile."""
-        slot = self.slot_of.get(request)
-        if slot is None:
-            return self.resumable.pop(request, None)
-        usage: NDArray[np.int64] = self.usage[slot].copy()
-        self._forget(slot)
-        return usage
-
-    def _forget(self, slot: int) -> None:
-        self.slot_of.pop(self.known[slot], None)
-        self.known[slot], self.live[slot], self.has_guess[slot] = "", False, False
+    def _leave(self, slot: int) -> None:
         self.sampler.leave(slot)
-        self.unopened.discard(slot)
-        self.with_logprobs.pop(slot, None)
+        self.num_top.pop(slot, None)
+        self.has_guess[slot] = False
 
     # ------------------------------------------------------------------------------------------- what the step decided
 
     def _judge(self, step: Logits) -> Verdict:
         """Samples, accepts, cuts at ends, and writes the history. Rows of sequences that are gone are left out."""
         slots, batch = step.slots, self.batch
-        known: NDArray[np.bool_] = self.live[slots] & (self.version[slots] == batch.version[slots])
+        known = self.tenants.known(slots)
         drafts = self.guesses[slots]
         num_drafts = np.diff(step.starts) - 1
         positions = batch.num_tokens[slots]
@@ -210,8 +181,8 @@ class SpecVerify(Stage):
             return known
         finite = np.logical_not(((chosen < 0) & (np.arange(chosen.shape[1]) <= accepted[:, None])).any(1))
         for slot in slots[known & ~finite].tolist():
-            request = self.known[slot]
-            self._forget(slot)
+            request = self.tenants.ids[slot]
+            self.tenants.move_out(slot)
             self.batch.finish(slot)
             text = "The model gave logits that aren't finite for this request."
             self.ctx.fail(request, RequestError(500, text, code="logits_not_finite"))
@@ -233,8 +204,8 @@ class SpecVerify(Stage):
         if not self.max_drafts:
             return
         if num_drafts.any():
-            self.usage[slots, 1] += num_drafts
-            self.usage[slots, 2] += accepted
+            self.tenants.usage[slots, 1] += num_drafts
+            self.tenants.usage[slots, 2] += accepted
             self.counters.count(num_drafts, accepted)
         guessed = self.has_guess[slots] & (counts > 0)
         if guessed.any():
@@ -248,54 +219,29 @@ class SpecVerify(Stage):
         slots = verdict.slots.tolist()
         kept = np.arange(verdict.tokens.shape[1]) < verdict.counts[:, None]
         message = Tokens(
-            step=step.step, ids=[self.known[slot] for slot in slots], counts=verdict.counts, tokens=verdict.tokens[kept]
+            step=step.step,
+            ids=[self.tenants.ids[slot] for slot in slots],
+            counts=verdict.counts,
+            tokens=verdict.tokens[kept],
+            opened=self.tenants.open(slots),
+            logprobs=self._logprobs(step, verdict, slots) if self.num_top else {},
         )
-        if self.unopened:
-            message.opened = [self._opening(slot) for slot in slots if slot in self.unopened]
-        if self.with_logprobs:
-            message.logprobs = self._logprobs(step, verdict, slots)
         for i in np.flatnonzero(verdict.reasons).tolist():
-            message.finished[i] = self._finish(slots[i], verdict, i)
+            reason = int(verdict.reasons[i])
+            stop = int(verdict.tokens[i, verdict.counts[i] - 1]) if reason == STOP else None
+            message.finished[i] = self.tenants.finish(slots[i], _REASONS[reason], stop)
         return message
-
-    def _opening(self, slot: int) -> Opening:
-        self.unopened.discard(slot)
-        prompt = self.batch.prompts[slot]
-        assert prompt is not None, "a live slot holds a sequence"
-        return Opening(
-            id=self.known[slot],
-            sampling=prompt.sampling,
-            prompt_tokens=int(self.batch.num_prompt[slot]),
-            cached_tokens=int(self.usage[slot, 0]),
-        )
 
     def _logprobs(self, step: Logits, verdict: Verdict, slots: list[int]) -> dict[int, list[TokenLogprob]]:
         from flowinfer.engine.sampling import token_logprob
 
         found = {}
         for i, slot in enumerate(slots):
-            if slot in self.with_logprobs:
+            if slot in self.num_top:
                 first, tokens = int(verdict.first_rows[i]), verdict.tokens[i, : verdict.counts[i]].tolist()
-                num_top = self.with_logprobs[slot]
-                found[i] = [token_logprob(step.logits[first + j], token, num_top) for j, token in enumerate(tokens)]
+                rows = step.logits[first : first + len(tokens)]
+                found[i] = [token_logprob(*pair, self.num_top[slot]) for pair in zip(rows, tokens, strict=True)]
         return found
-
-    def _finish(self, slot: int, verdict: Verdict, i: int) -> Finish:
-        num_prompt, num_tokens = int(self.batch.num_prompt[slot]), int(self.batch.num_tokens[slot])
-        cached, drafted, accepted = self.usage[slot].tolist()
-        reason = int(verdict.reasons[i])
-        finish = Finish(
-            reason=_REASONS[reason],
-            prompt_tokens=num_prompt,
-            completion_tokens=num_tokens - num_prompt,
-            cached_tokens=cached,
-            drafted_tokens=drafted,
-            accepted_tokens=accepted,
-            stop=int(verdict.tokens[i, verdict.counts[i] - 1]) if reason == STOP else None,
-        )
-        self._forget(slot)
-        self.batch.finish(slot)
-        return finish
 
     def _propose(self, step: int, slots: Ids) -> Proposal:
         """The last token of each sequence and, where they are worth it, drafts, never past the end of the sequence."""

@@ -427,6 +427,6 @@ def test_nothing_is_kept_of_a_sequence_that_ended_while_preempted() -> None:
     loop.batch.remove(slot)
     loop.proposal = None
     loop.run(sequence("b", ids(0, 1), max_tokens=2))
-    assert set(loop.stage.resumable) == {"a"}
+    assert set(loop.stage.tenants.displaced) == {"a"}
     loop.stage.observe(Ended(ids=["a", "b"]))
-    assert not loop.stage.resumable and not loop.stage.slot_of and not loop.stage.live.any()
+    assert not loop.stage.tenants.displaced and not loop.stage.tenants.slot_of
