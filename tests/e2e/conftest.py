@@ -1,0 +1,30 @@
+"""Real processes over a real model: the services that these tests share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from harness import Service, service
+
+from flowinfer.engine import hub
+from flowinfer.errors import FlowInferError
+
+MODEL = "smollm2-135m"
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> Path:
+    """The model's folder; pulled on first use, which takes a network."""
+    try:
+        return hub.resolve(MODEL, pull=True)
+    except FlowInferError as error:
+        pytest.skip(f"{MODEL} can't be had here: {error}")
+
+
+@pytest.fixture(scope="session")
+def prod(smollm2: Path) -> Iterator[Service]:
+    """The disaggregated pipeline: front, prefill and decode in processes of their own."""
+    with service("prod.yaml", "workers.prefill.threads=1", "workers.decode.threads=1") as running:
+        yield running

@@ -1,0 +1,32 @@
+"""Each shipped pipeline against its test file, inline and, for the distributed one, over HTTP in true processes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from harness import ROOT, service
+
+from flowinfer.testing import PipelineTest, run_inline, run_over_http
+
+FILES = sorted((ROOT / "pipelines").rglob("*_test.yaml"))
+
+
+def test_every_pipeline_has_a_test() -> None:
+    pipelines = [path for path in (ROOT / "pipelines").rglob("*.yaml") if not path.stem.endswith("_test")]
+    assert [path for path in pipelines if not path.with_name(f"{path.stem}_test.yaml").exists()] == []
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_inline(path: Path, smollm2: Path) -> None:
+    outcomes = list(run_inline(path))
+    assert {o.case.name: o.problems for o in outcomes if o.problems} == {}
+    assert outcomes
+
+
+def test_over_http_in_three_processes(smollm2: Path) -> None:
+    path = ROOT / "pipelines" / "prod_test.yaml"
+    settings = [f"{key}={value}" for key, value in PipelineTest.load(path).set.items()]
+    with service("prod.yaml", *settings) as running:
+        outcomes = list(run_over_http(path, f"http://127.0.0.1:{running.port}"))
+    assert {o.case.name: o.problems for o in outcomes if o.problems} == {}
