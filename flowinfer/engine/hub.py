@@ -15,7 +15,6 @@ from pathlib import Path
 import msgspec
 
 from flowinfer.engine import manifest
-from flowinfer.engine import pull as pulling
 from flowinfer.engine.layout import KVLayout
 from flowinfer.engine.models.config import ModelConfig, read_config
 from flowinfer.engine.sources import ALIASES, Source
@@ -85,7 +84,7 @@ def resolve(model: str, *, pull: bool = False) -> Path:
     if manifest.is_intact(folder):
         return folder
     if pull:
-        return pulling.pull(source(model), folder, progress=True)
+        return _fetched(model, progress=True)
     raise ModelError(f"model {model!r} isn't on this machine.", help=f"Run: flowinfer models pull {model}")
 
 
@@ -94,7 +93,7 @@ def pull(model: str, progress: bool = True) -> Path:
     local = Path(model).expanduser()
     if model not in ALIASES and local.exists():
         return resolve(model)
-    return pulling.pull(source(model), _folder(model), progress=progress)
+    return _fetched(model, progress=progress)
 
 
 def verify(model: str) -> bool:
@@ -136,6 +135,12 @@ def _folder(model: str) -> Path:
     return cache_dir() / "models" / model.replace("/", "--")
 
 
+def _fetched(model: str, *, progress: bool) -> Path:
+    from flowinfer.engine.pull import pull  # here: `flowinfer check` needs no network code, and this costs 0.2 s
+
+    return pull(source(model), _folder(model), progress=progress)
+
+
 def _checked_folder(folder: Path) -> Path:
     if not (folder / "config.json").is_file():
         raise ModelError(f"{folder} holds no config.json.", help="Give a Hugging Face model folder.")
@@ -151,4 +156,6 @@ def _converted(file: Path) -> Path:
     folder = cache_dir() / "models" / f".gguf-{key}"
     if manifest.is_intact(folder):
         return folder
-    return pulling.convert_into(file, folder)
+    from flowinfer.engine.pull import convert_into
+
+    return convert_into(file, folder)
