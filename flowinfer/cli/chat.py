@@ -11,6 +11,14 @@ from rich.console import Console
 from flowinfer.cli.conversation import LocalPartner, Messages, Options, Partner, RemotePartner
 from flowinfer.errors import FlowInferError, RequestError
 
+try:
+    import readline  # `input` then edits lines and remembers them
+
+    PROMPT = "\001\033[1;36m\002> \001\033[0m\002"  # readline must know which characters take no room
+except ImportError:
+    readline = None  # type: ignore[assignment]
+    PROMPT = "> "
+
 HELP = "/reset forgets the conversation, /system TEXT sets the system prompt, /quit leaves; Ctrl-C stops an answer."
 
 
@@ -82,7 +90,7 @@ class Conversation:
     def _lines(self) -> Iterator[str]:
         while True:
             try:
-                line = self._console.input("[bold cyan]> [/bold cyan]") if self._interactive else input()
+                line = input(PROMPT if self._interactive else "")
             except EOFError:
                 return
             except KeyboardInterrupt:

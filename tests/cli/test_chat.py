@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import io
 import json
 import threading
@@ -77,7 +78,7 @@ class Interrupted:
 def test_ctrl_c_stops_the_answer_and_keeps_what_was_said(monkeypatch: pytest.MonkeyPatch) -> None:
     partner, lines = Interrupted(), iter(["one", "two"])
     console = Console(file=io.StringIO())
-    monkeypatch.setattr(console, "input", lambda prompt: next(lines, None) or (_ for _ in ()).throw(EOFError))
+    monkeypatch.setattr(builtins, "input", lambda prompt: next(lines, None) or (_ for _ in ()).throw(EOFError))
     assert Conversation(partner, console, "", interactive=True).run() is False
     assert partner.closed
     assert partner.heard == [["one"], ["one", "half", "two"]]

@@ -97,6 +97,14 @@ class Running:
     def ask(self, text: str, **more: Any) -> httpx.Response:
         return httpx.post(f"{self.url}/v1/chat/completions", json=self.body(text) | more, timeout=10)
 
+    def answers(self, wanted: str, *, to: str) -> bool:
+        """True when the service answers `to` with `wanted`; False while it says something else, or nothing."""
+        try:
+            response = self.ask(to)
+        except httpx.HTTPError:
+            return False
+        return response.status_code == 200 and response.json()["choices"][0]["message"]["content"] == wanted
+
     def stream(self, text: str) -> Any:
         body = self.body(text) | {"stream": True}
         return httpx.stream("POST", f"{self.url}/v1/chat/completions", json=body, timeout=10)
@@ -104,14 +112,9 @@ class Running:
     def body(self, text: str) -> dict[str, Any]:
         return {"model": "slow", "messages": [{"role": "user", "content": text}]}
 
-    def worker(self) -> psutil.Process:
-        """The process that has the pipeline: the child of the service that doesn't hold its socket."""
-        port = int(self.url.rpartition(":")[2])
-        (worker,) = [
-            child
-            for child in psutil.Process(self.process.pid).children()
-            if all(connection.laddr.port != port for connection in child.net_connections() if connection.laddr)
-        ]
+    def worker(self, name: str) -> psutil.Process:
+        """The process of this worker."""
+        (worker,) = [c for c in psutil.Process(self.process.pid).children() if name in c.cmdline()]
         return worker
 
     def stop(self) -> int:
@@ -151,19 +154,29 @@ def test_a_client_that_leaves_frees_what_the_worker_held(running: Running) -> No
         lines = response.iter_lines()  # named, for httpx closes the response when this is collected
         assert first_word(lines) == "wait"
         assert running.ask("held?").json()["choices"][0]["message"]["content"] == "held=1"
-    until(lambda: running.ask("held?").json()["choices"][0]["message"]["content"] == "held=0")
+    until(lambda: running.answers("held=0", to="held?"))
 
 
 def test_a_killed_worker_ends_its_streams_and_comes_back(running: Running) -> None:
     with running.stream("wait") as response:
         lines = response.iter_lines()
         assert first_word(lines) == "wait"
-        running.worker().kill()
+        running.worker("back.0").kill()
         rest = [line for line in lines if line]
     assert len(rest) == 1
     assert "back.0" in json.loads(rest[0][6:])["error"]["message"]
-    until(lambda: running.ask("hello").status_code == 200)
+    until(lambda: running.answers("hello", to="hello"))
     assert httpx.get(running.url + "/ready").status_code == 200
+
+
+def test_a_killed_front_comes_back_and_what_it_had_open_is_freed(running: Running) -> None:
+    with running.stream("wait") as response:
+        lines = response.iter_lines()
+        assert first_word(lines) == "wait"
+        running.worker("front.0").kill()
+        with pytest.raises(httpx.HTTPError):
+            list(lines)
+    until(lambda: running.answers("held=0", to="held?"))
 
 
 def test_metrics_come_from_both_workers(running: Running) -> None:
