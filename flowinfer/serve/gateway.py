@@ -50,7 +50,7 @@ class GatewayConfig(StageConfig):
     """What the front door lets in and answers with."""
 
     apis: tuple[str, ...] = ("openai",)
-    models: tuple[str, ...] = ()
+    models: tuple[str, ...] = ()  # names that requests may ask for; none: any
     max_requests: PositiveInt = 256
     request_timeout: Duration = 600.0
     keepalive: Duration = 15.0

@@ -157,6 +157,11 @@ def test_an_unknown_model_is_404() -> None:
     assert "tiny" in error.message
 
 
+def test_a_service_that_names_no_model_answers_to_any_name() -> None:
+    limits = Limits(models=(), max_requests=64, default_max_tokens=1000, tools=False)
+    assert len(chat(limits, model="whatever").calls) == 1
+
+
 def test_sampling_arrives_as_asked() -> None:
     (call,) = chat(
         temperature=0.5,

@@ -79,8 +79,8 @@ def in_range(param: str, value: float | None, low: float, high: float, *, open_l
 
 
 def check_model(model: str, limits: Limits) -> None:
-    """Raises 404 for a model that isn't served."""
-    if model not in limits.models:
+    """Raises 404 for a model that isn't served; a service that names none answers to any name."""
+    if limits.models and model not in limits.models:
         served = ", ".join(limits.models)
         message = f"The model {model!r} does not exist here. Served: {served}."
         raise RequestError(404, message, code="model_not_found", param="model")
