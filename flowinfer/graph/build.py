@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from flowinfer.errors import FlowInferError
-from flowinfer.graph.inherit import fill_models
+from flowinfer.graph.inherit import fill_open_settings
 from flowinfer.graph.model import Graph, StageNode, api_node
 from flowinfer.graph.placement import place_stages
 from flowinfer.graph.plan import API
@@ -22,7 +22,7 @@ def build_graph(document: Document) -> Graph:
         graph.stages[name] = _stage(graph, name, entry)
     for key, edge in document.sections.edges.values():
         connect(graph, key, edge)
-    fill_models(graph)
+    fill_open_settings(graph)
     for stage in graph.stages.values():
         _read_contract(graph, stage)
     place_stages(graph)

@@ -1,4 +1,4 @@
-"""Fills in a `model` that a stage leaves open: the one model that the stages before it name."""
+"""Fills in the `model` and `dtype` that a stage leaves open with what the rest of the graph says."""
 
 from __future__ import annotations
 
@@ -11,31 +11,49 @@ from flowinfer.graph.settings import read_config
 from flowinfer.spec.tree import Node
 from flowinfer.stage import StageConfig
 
+_OPEN = {"model": "", "dtype": "auto"}  # settings that may be left open, and the default that means so
 
-def fill_models(graph: Graph) -> None:
-    """Gives each stage with an empty `model: str = ""` the model that is named upstream, else anywhere in the graph."""
-    named = {name: stage for name, stage in graph.stages.items() if _model(stage.config)}
+
+def fill_open_settings(graph: Graph) -> None:
+    """Gives stages with an open model the one named upstream, else anywhere; then stages of one model its dtype."""
+    named = {name: stage for name, stage in graph.stages.items() if _value(stage.config, "model")}
     for stage in graph.stages.values():
-        if _is_open(stage.config):
+        if _is_open(stage.config, "model"):
             before = graph.ancestors(stage.name)
-            _fill(graph, stage, [s for n, s in named.items() if n in before] or list(named.values()))
+            _fill_model(graph, stage, [s for n, s in named.items() if n in before] or list(named.values()))
+    for stage in graph.stages.values():
+        if _is_open(stage.config, "dtype"):
+            _fill_dtype(graph, stage)
 
 
-def _model(config: StageConfig | None) -> str:
-    value = getattr(config, "model", "")
-    return value if isinstance(value, str) and "${" not in value else ""
+def _value(config: StageConfig | None, setting: str) -> str:
+    value = getattr(config, setting, "")
+    return value if isinstance(value, str) and "${" not in value and value != _OPEN[setting] else ""
 
 
-def _is_open(config: StageConfig | None) -> bool:
-    field = type(config).model_fields.get("model") if config else None
-    return field is not None and field.default == "" and getattr(config, "model", None) == ""
+def _is_open(config: StageConfig | None, setting: str) -> bool:
+    field = type(config).model_fields.get(setting) if config else None
+    return field is not None and field.default == _OPEN[setting] == getattr(config, setting, None)
 
 
-def _fill(graph: Graph, stage: StageNode, givers: list[StageNode]) -> None:
-    models = sorted({_model(giver.config) for giver in givers})
+def _take(graph: Graph, stage: StageNode, setting: str, giver: StageNode) -> None:
+    stage.inherited[setting] = _place(graph, giver, setting)
+    values = {name: _value(stage.config, name) for name in stage.inherited if name != setting}
+    stage.config = read_config(graph, stage, **values, **{setting: _value(giver.config, setting)})
+
+
+def _fill_dtype(graph: Graph, stage: StageNode) -> None:
+    """A dtype written once holds for all stages of its model; where two differ, the check says so."""
+    model = _value(stage.config, "model")
+    givers = [s for s in graph.stages.values() if _value(s.config, "dtype") and _value(s.config, "model") == model]
+    if givers:
+        _take(graph, stage, "dtype", givers[0])
+
+
+def _fill_model(graph: Graph, stage: StageNode, givers: list[StageNode]) -> None:
+    models = sorted({_value(giver.config, "model") for giver in givers})
     if len(models) == 1:
-        stage.inherited = _place(graph, givers[0])
-        stage.config = read_config(graph, stage, model=models[0])
+        _take(graph, stage, "model", givers[0])
         return
     written = graph.document.value_mark("stages", stage.name, "with", "model")
     mark = written if graph.document.root.at("stages", stage.name, "with", "model") else stage.mark
@@ -50,29 +68,31 @@ def _fill(graph: Graph, stage: StageNode, givers: list[StageNode]) -> None:
 
 
 def _notes(graph: Graph, givers: Iterable[StageNode]) -> list[tuple[Mark | None, str]]:
-    return [(_place(graph, giver), f"`{giver.name}` names {_model(giver.config)}") for giver in givers]
+    return [
+        (_place(graph, giver, "model"), f"`{giver.name}` names {_value(giver.config, 'model')}") for giver in givers
+    ]
 
 
-def _place(graph: Graph, giver: StageNode) -> Mark:
-    return graph.document.value_mark("stages", giver.name, "with", "model")
+def _place(graph: Graph, giver: StageNode, setting: str) -> Mark:
+    return giver.inherited.get(setting) or graph.document.value_mark("stages", giver.name, "with", setting)
 
 
 def filled_root(graph: Graph) -> Node:
-    """The document's tree with the models that were filled in."""
+    """The document's tree with the settings that were filled in."""
     root = graph.document.root
     stages = dict(root.map["stages"].map) if "stages" in root.map else {}
     for name, stage in graph.stages.items():
         if stage.inherited and stage.config and name in stages:
-            stages[name] = _with_model(stages[name], Node(_model(stage.config), stage.inherited))
+            filled = {key: Node(_value(stage.config, key), mark) for key, mark in stage.inherited.items()}
+            stages[name] = _with_settings(stages[name], filled)
     members = dict(root.map)
     if "stages" in members:
         members["stages"] = replace(members["stages"], value=stages or members["stages"].value)
     return root.with_map(members)
 
 
-def _with_model(entry: Node, model: Node) -> Node:
+def _with_settings(entry: Node, filled: dict[str, Node]) -> Node:
     settings = entry.map.get("with", Node({}, entry.mark))
-    filled = replace(settings, value={**settings.map, "model": model})
     members = dict(entry.map)
-    members["with"] = filled
+    members["with"] = replace(settings, value={**settings.map, **filled})
     return entry.with_map(members)

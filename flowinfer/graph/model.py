@@ -27,7 +27,7 @@ class StageNode:
     config: StageConfig | None = None
     contract: Contract | None = None
     worker: str | None = FRONT
-    inherited: Mark | None = None  # where its model was named, if its own settings leave it open
+    inherited: dict[str, Mark] = field(default_factory=dict)  # settings left open, and where their value was written
 
     def __str__(self) -> str:
         return f"`{self.name}`" if self.name == self.kind else f"`{self.name}` ({self.kind})"

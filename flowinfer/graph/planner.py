@@ -20,6 +20,9 @@ from flowinfer.spec import Document, load
 from flowinfer.spec.models import Worker
 
 DEFAULT_CAPACITY = 256
+# Prompts that a prefill worker may hold a bucket: enough to fill a step with short ones. More would only take them from
+# the sender's queues, where another worker could still have them.
+BUCKET_CAPACITY = 16
 
 
 def load_plan(
@@ -66,6 +69,7 @@ def _stage(stage: StageNode) -> StagePlan:
 def _edge(graph: Graph, flow: FacetFlow, wire: Wire) -> EdgePlan:
     assert wire.out and wire.into, "an edge without ports passed the check"
     options = wire.options
+    unit = unit_of(graph, wire) or "messages"
     lanes = lanes_of(flow.sources(wire, "bucket")[0]) if options.dispatch == "bucket" else ("",)
     return EdgePlan(
         name=wire.name,
@@ -76,11 +80,17 @@ def _edge(graph: Graph, flow: FacetFlow, wire: Wire) -> EdgePlan:
         dispatch=options.dispatch,
         key=options.key or "",
         lanes=lanes,
-        capacity=options.capacity or DEFAULT_CAPACITY,
-        unit=unit_of(graph, wire) or "messages",
+        capacity=options.capacity or _capacity(unit, options.dispatch),
+        unit=unit,
         back=options.back,
         fused=graph.is_fused(wire),
     )
+
+
+def _capacity(unit: str, dispatch: str) -> int:
+    if unit == "blocks":
+        return 1  # the consumer offers its blocks once it knows how many it has
+    return BUCKET_CAPACITY if dispatch == "bucket" else DEFAULT_CAPACITY
 
 
 def _workers(graph: Graph, order: list[str]) -> dict[str, WorkerPlan]:

@@ -15,7 +15,7 @@ from harness import Service, machine, percentile, prompt_ids, service
 SHORT, HUGE, NUM_SHORT, NUM_HUGE = 100, 6000, 40, 6
 CASES = {
     "with bucket-route": ("prod.yaml", "stages.route.with.buckets={short: 512, huge: 8k}"),
-    "without": ("experiments/no-buckets.yaml",),
+    "without": ("experiments/first-come.yaml",),
 }
 
 
