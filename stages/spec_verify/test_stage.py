@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from scipy import stats
 
 from flowinfer.engine.batch import Batch
@@ -430,3 +432,35 @@ def test_nothing_is_kept_of_a_sequence_that_ended_while_preempted() -> None:
     assert set(loop.stage.tenants.displaced) == {"a"}
     loop.stage.observe(Ended(ids=["a", "b"]))
     assert not loop.stage.tenants.displaced and not loop.stage.tenants.slot_of
+
+
+@settings(max_examples=15, deadline=None)
+@given(st.integers(0, 2**32 - 1), st.sampled_from(["none", "ngram"]))
+def test_any_order_of_joins_preemptions_and_cancels_leaves_each_answer_as_it_is(seed: int, draft: str) -> None:
+    random, table = np.random.default_rng(seed), toy_table(scale=4.0)
+    loop = Loop(table, draft=draft, max_slots=4, ngram_min=1, row_cost=0.0)
+    queue: list[tuple[Sequence, Ids | None]] = [(request, None) for request in requests()]
+    cancelled: set[str] = set()
+    while queue or len(loop.batch):
+        while queue and loop.batch.num_free and random.random() < 0.7:
+            loop.add(*queue.pop(0))
+        late = loop.logits() if len(loop.batch) else None
+        for name, slot in list(loop.batch.slot_of.items()):
+            event, prompt = random.random(), loop.batch.prompts[slot]
+            if event < 0.05 and prompt is not None:
+                queue.append((prompt, loop.batch.history(slot)))
+                loop.batch.remove(slot)
+            elif event < 0.07:
+                loop.batch.finish(slot)
+                loop.stage.cancel([name])
+                cancelled.add(name)
+        if late is not None:
+            loop.proposal = loop.give(late)
+    for request in requests():
+        alone, output = Loop(table, draft="none").run(request)[request.id], loop.outputs.get(request.id, Output())
+        if request.id in cancelled:
+            assert alone.tokens[: len(output.tokens)] == output.tokens
+        else:
+            assert output.tokens == alone.tokens and len(output.opened) == 1 and output.finish.reason
+    assert not loop.stage.tenants.slot_of and not loop.stage.tenants.displaced
+    assert loop.stage.sampler.plain.all() and not loop.stage.num_top
