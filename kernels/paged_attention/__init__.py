@@ -69,7 +69,7 @@ def _attend_paged(group: Group, read: Tensor, q_TND: Tensor, pages: Tensor, *, n
     """B sequences at once: the G query heads of a kv head are folded into the queries."""
     tokens, heads, head_dim = q_TND.shape
     batch, queries = group.num_sequences, group.num_queries
-    k, v = pages.index_select(0, read).view(2, batch, num_kv_heads, -1, head_dim)[:, :, :, : group.num_keys]
+    k, v = pages.index_select(0, read).view(2, batch, num_kv_heads, -1, head_dim)
     q = q_TND.reshape(batch, queries, num_kv_heads, -1, head_dim).permute(0, 2, 3, 1, 4).flatten(2, 3)
     attend = _two_products if _products_win(q) else F.scaled_dot_product_attention
     out = attend(q, k, v, attn_mask=group.bias)

@@ -26,18 +26,17 @@ FREE_PADDING = 1024
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """B sequences with Q query tokens each, over at most L keys.
+    """B sequences with Q query tokens each, over L keys: the longest context, rounded up to whole blocks.
 
     tokens   their rows of the step: a slice where they lie together, else int64 [B * Q]
-    pages    int64 [2 * B * K * L / block_tokens] pages of layer 0, keys then values, L rounded up to whole blocks;
-             None: the step's own K and V are the whole context
+    pages    int64 [2 * B * K * L / block_tokens] pages of layer 0, keys then values; None: the step's own K and V are
+             the whole context
     bias     [B, 1, G * Q, L] in q's dtype, added to the scores: 0 or -inf; None where nothing is hidden
     """
 
     tokens: slice | Tensor
     num_sequences: int
     num_queries: int
-    num_keys: int
     pages: Tensor | None
     bias: Tensor | None
 
@@ -160,14 +159,14 @@ def split_by_length(members: Int64s, kv_lens: Int64s) -> list[Int64s]:
 def _group(step: _Step, members: Int64s, queries: int) -> Group:
     lengths = step.kv_lens[members]
     longest = int(lengths.max())
+    num_blocks = -(-longest // step.block_tokens)
     own_only = len(members) == 1 and longest == queries
     return Group(
         tokens=_tokens(step, members, queries),
         num_sequences=len(members),
         num_queries=queries,
-        num_keys=longest,
-        pages=None if own_only else _read_pages(step, members, lengths, longest),
-        bias=None if own_only else _bias(step, lengths, queries, longest),
+        pages=None if own_only else _read_pages(step, members, lengths, num_blocks),
+        bias=None if own_only else _bias(step, lengths, queries, num_blocks * step.block_tokens),
     )
 
 
@@ -178,19 +177,18 @@ def _tokens(step: _Step, members: Int64s, queries: int) -> slice | Tensor:
     return step.tensor((starts[:, None] + np.arange(queries)).ravel())
 
 
-def _read_pages(step: _Step, members: Int64s, lengths: Int64s, longest: int) -> Tensor:
+def _read_pages(step: _Step, members: Int64s, lengths: Int64s, num_blocks: int) -> Tensor:
     """Short sequences repeat their last block where others still have some: any finite numbers would do."""
-    wanted = np.arange(-(-longest // step.block_tokens))
     last = (lengths - 1) // step.block_tokens
-    blocks = step.block_tables[members[:, None], np.minimum(wanted, last[:, None])]
+    blocks = step.block_tables[members[:, None], np.minimum(np.arange(num_blocks), last[:, None])]
     return step.tensor(step.pages(blocks).ravel())
 
 
-def _bias(step: _Step, lengths: Int64s, queries: int, longest: int) -> Tensor | None:
+def _bias(step: _Step, lengths: Int64s, queries: int, num_keys: int) -> Tensor | None:
     """Key j is hidden from query i of a sequence unless j <= length - queries + i. Repeated for the G folded heads."""
-    if queries == 1 and int(lengths.min()) == longest:
+    if queries == 1 and int(lengths.min()) == num_keys:
         return None
     last_seen = lengths[:, None] - queries + np.arange(queries)
-    hidden = torch.from_numpy(np.arange(longest) > last_seen[:, :, None]).to(step.device)
+    hidden = torch.from_numpy(np.arange(num_keys) > last_seen[:, :, None]).to(step.device)
     bias = torch.zeros(hidden.shape, dtype=step.dtype, device=step.device).masked_fill_(hidden, float("-inf"))
     return bias.repeat(1, step.group_size, 1).unsqueeze(1)
