@@ -15,9 +15,10 @@ from flowinfer.graph.facets import FacetFlow
 from flowinfer.graph.inherit import filled_root
 from flowinfer.graph.model import Graph, StageNode, Wire
 from flowinfer.graph.placement import workers
-from flowinfer.graph.plan import EdgePlan, NetworkPlan, Plan, ServePlan, StagePlan, WorkerPlan
+from flowinfer.graph.plan import API, FRONT, EdgePlan, NetworkPlan, Plan, ServePlan, StagePlan, WorkerPlan
 from flowinfer.spec import Document, load
 from flowinfer.spec.models import Worker
+from flowinfer.units import format_duration
 
 DEFAULT_CAPACITY = 256
 # Prompts that a prefill worker may hold a bucket: enough to fill a step with short ones. More would only take them from
@@ -46,7 +47,7 @@ def plan_of(graph: Graph) -> Plan:
         name=document.sections.name,
         digest=_digest(graph),
         file=str(Path(document.file).resolve()),
-        stages={name: _stage(graph.stages[name]) for name in flow.order},
+        stages={name: _stage(graph.stages[name]) for name in flow.order} | {API: _api(graph)},
         edges=tuple(_edge(graph, flow, wire) for wire in graph.wires),
         workers=_workers(graph, flow.order),
         serve=_serve(document),
@@ -64,6 +65,19 @@ def _digest(graph: Graph) -> str:
 def _stage(stage: StageNode) -> StagePlan:
     config = stage.config.model_dump(mode="json", by_alias=True) if stage.config else {}
     return StagePlan(name=stage.name, kind=stage.kind, config=config, worker=stage.worker or "", mark=str(stage.mark))
+
+
+def _api(graph: Graph) -> StagePlan:
+    """The HTTP front: its settings are the `serve` section and the models that the stages name."""
+    serve = graph.document.sections.serve
+    models = dict.fromkeys(getattr(stage.config, "model", "") for stage in graph.stages.values())
+    config = {
+        "apis": list(serve.apis),
+        "models": [model for model in models if model],
+        "max_requests": serve.max_requests,
+        "request_timeout": format_duration(serve.request_timeout),
+    }
+    return StagePlan(name=API, kind=API, config=config, worker=FRONT)
 
 
 def _edge(graph: Graph, flow: FacetFlow, wire: Wire) -> EdgePlan:
