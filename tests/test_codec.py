@@ -150,7 +150,9 @@ def test_a_missing_part_is_a_codec_error() -> None:
 
 def test_arrays_of_more_dimensions_and_other_types_keep_their_shape() -> None:
     grid = np.arange(12, dtype=np.float32).reshape(3, 4)
-    _, (got,) = Codec().decode(Codec().encode(head(Call), [Call(id="r", sampling=Sampling(), template_args={"g": grid})]))
+    _, (got,) = Codec().decode(
+        Codec().encode(head(Call), [Call(id="r", sampling=Sampling(), template_args={"g": grid})])
+    )
     assert isinstance(got, Call) and same(got.template_args["g"], grid)
 
 
@@ -192,7 +194,9 @@ def _with(sampling: type) -> Any:
         found = fields(cls)
         if cls is not Prompt:
             return found
-        return tuple(msgspec.structs.FieldInfo(f.name, f.encode_name, sampling) if f.name == "sampling" else f for f in found)
+        return tuple(
+            msgspec.structs.FieldInfo(f.name, f.encode_name, sampling) if f.name == "sampling" else f for f in found
+        )
 
     return patched
 

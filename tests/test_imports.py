@@ -79,7 +79,9 @@ def test_only_the_channel_imports_zmq() -> None:
     assert [str(path.relative_to(ROOT)) for path in users] == ["channel.py"]
 
 
-@pytest.mark.parametrize("module", ["flowinfer", "flowinfer.runtime.supervisor", "flowinfer.cli.run", "flowinfer.graph"])
+@pytest.mark.parametrize(
+    "module", ["flowinfer", "flowinfer.runtime.supervisor", "flowinfer.cli.run", "flowinfer.graph"]
+)
 def test_torch_stays_out_of(module: str) -> None:
     code = f"import sys, {module}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -63,8 +63,8 @@ def ask_chat(address: str, text: str, *, max_tokens: int = 64) -> str:
     chat = {"messages": [{"role": "user", "content": text}], "max_tokens": max_tokens, "temperature": 0}
     try:
         connection.request("GET", "/v1/models")
-        models = json.loads(connection.getresponse().read())
-        chat["model"] = models["data"][0]["id"]
+        models = json.loads(connection.getresponse().read()).get("data")
+        chat["model"] = models[0]["id"] if models else "default"
         headers = {"Content-Type": "application/json"}
         connection.request("POST", "/v1/chat/completions", json.dumps(chat), headers)
         reply = json.loads(connection.getresponse().read())

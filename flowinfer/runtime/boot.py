@@ -44,8 +44,12 @@ class Boot(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):
-    """Why a worker gave up. error: one line for people; trace: for the log, "" when the error was raised on purpose."""
+    """A line on the report pipe: the stage that is being opened, or why the worker gave up.
 
-    error: str
+    error: one line for people; trace: for the log, "" when the error was raised on purpose.
+    """
+
+    opening: str = ""
+    error: str = ""
     help: str = ""
     trace: str = ""

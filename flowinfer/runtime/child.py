@@ -80,7 +80,10 @@ class Child:
     def buried(self, now: float) -> Report:
         """Books the death of the process and when to start the next; returns the cause."""
         assert self.process is not None
-        report = self._read_report() or Report(error=self._describe_exit(self.process.wait()))
+        lines = self._read_reports()
+        self.opening = next((line.opening for line in reversed(lines) if line.opening), "")
+        code = self.process.wait()
+        report = next((line for line in lines if line.error), None) or Report(error=self._describe_exit(code))
         if self.state == "ready" and now - self.ready_at >= HEALTHY_S:
             self.backoff_s = FIRST_BACKOFF_S
         self.restart_at = now + self.backoff_s
@@ -92,13 +95,15 @@ class Child:
         if self.process is not None:
             self.process.send_signal(sig)
 
-    def _read_report(self) -> Report | None:
-        with contextlib.suppress(BlockingIOError, msgspec.MsgspecError):
-            try:
-                return msgspec.json.decode(os.read(self._report_fd, 65_536), type=Report)
-            finally:
-                os.close(self._report_fd)
-        return None
+    def _read_reports(self) -> list[Report]:
+        data = b""
+        with contextlib.suppress(BlockingIOError):
+            while chunk := os.read(self._report_fd, 65_536):
+                data += chunk
+        os.close(self._report_fd)
+        with contextlib.suppress(msgspec.MsgspecError):
+            return [msgspec.json.decode(line, type=Report) for line in data.splitlines()]
+        return []
 
     def _describe_exit(self, code: int) -> str:
         doing = f" while it opened stage {self.opening!r}" if self.state == "starting" and self.opening else ""

@@ -30,6 +30,9 @@ from flowinfer.runtime.worker import Worker
 from flowinfer.stage import Arena
 
 
+MAX_TRACE = 8_000  # characters; with the rest of a report it fits into a pipe that nobody reads yet
+
+
 def main() -> None:
     """Never returns: leaves by os._exit, since pool threads of libraries would hold up an ordinary exit."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the supervisor decides what Ctrl-C means
@@ -54,7 +57,12 @@ def serve(boot: Boot) -> None:
     channel.connect(SUPERVISOR, 1, Endpoints(boot.supervisor_data, boot.supervisor_control))
     load = LoadStage(Path(boot.plan.file).parent, boot.plan.allow_local)
     worker = Worker(boot.plan, boot.worker, _host(boot), load, channel, clock=SystemClock())
-    worker.open(worker.announce_opening)
+
+    def progress(stage: str) -> None:
+        _write(boot, Report(opening=stage))  # the pipe keeps it even if the process is killed now
+        worker.announce_opening(stage)
+
+    worker.open(progress)
     channel.send_event(SUPERVISOR, Ready(data=endpoints.data, control=endpoints.control, schema=schema_digest()))
     try:
         worker.run()
@@ -93,11 +101,15 @@ def _report(boot: Boot, error: Exception) -> None:
     if isinstance(error, FlowInferError):
         cause = error.__cause__
         trace = "".join(traceback.format_exception(cause)) if cause and not isinstance(cause, FlowInferError) else ""
-        report = Report(error=error.message, help=error.help, trace=trace)
+        report = Report(error=error.message, help=error.help, trace=trace[-MAX_TRACE:])
     else:
-        report = Report(error=f"{type(error).__name__}: {error}", trace=traceback.format_exc())
+        report = Report(error=f"{type(error).__name__}: {error}", trace=traceback.format_exc()[-MAX_TRACE:])
+    _write(boot, report)
+
+
+def _write(boot: Boot, report: Report) -> None:
     with contextlib.suppress(OSError):
-        os.write(boot.report_fd, msgspec.json.encode(report)[:60_000])
+        os.write(boot.report_fd, msgspec.json.encode(report) + b"\n")
 
 
 if __name__ == "__main__":

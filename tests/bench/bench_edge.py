@@ -1,11 +1,12 @@
 """What an edge costs: the framework's, between two processes and inside one, against bare ZeroMQ of the same shape.
 
-Run: python tests/bench/bench_edge.py. Prints medians of one run; the bar is 1.3x for edges between processes and 2 us for
-edges inside one. Both sides send the same message (Tokens of one sequence) over ipc, and both encode and decode it.
+Run: python tests/bench/bench_edge.py. Prints medians of one run; the bar is 1.3x for edges between processes and 2 us
+for edges inside one. Both sides send the same message (Tokens of one sequence) over ipc, and both encode and decode it.
 """
 
 from __future__ import annotations
 
+import itertools
 import multiprocessing
 import os
 import statistics
@@ -227,10 +228,10 @@ def inside(depth: int = 8, batch: int = 1) -> float:
         digest="",
         file="bench.yaml",
         stages={name: StagePlan(name=name, kind=name, config={}, worker="front") for name in names},
-        edges=tuple(_edge(f"{a} -> {b}", a, b, "batch") for a, b in zip(names, names[1:], strict=False)),
+        edges=tuple(_edge(f"{a} -> {b}", a, b, "batch") for a, b in itertools.pairwise(names)),
         workers={"front": WorkerPlan(name="front", stages=tuple(names))},
     )
-    classes = {name: Pass for name in names[:-1]} | {"last": Last}
+    classes = dict.fromkeys(names[:-1], Pass) | {"last": Last}
     with LocalService(plan, stages=classes) as service:
         group, first = service.group, service.group.by_name["s0"].inboxes["batch"].messages
         message = tokens(1)

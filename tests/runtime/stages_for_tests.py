@@ -3,13 +3,26 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Collection, Iterable
 from pathlib import Path
 
 import numpy as np
 
 from flowinfer.errors import RequestError
-from flowinfer.message import Event, Failure, Prompt, Sampling, Serving, WorkerDown
+from flowinfer.message import (
+    Call,
+    Drain,
+    Ended,
+    Event,
+    Failure,
+    Piece,
+    Prompt,
+    Sampling,
+    Serving,
+    Text,
+    WorkerDown,
+)
 from flowinfer.stage import Contract, Stage, StageConfig
 
 
@@ -126,3 +139,96 @@ class Picky(Stage):
                 self.ctx.fail(prompt.id, RequestError(400, "not you", code="no"))
             else:
                 yield prompt
+
+
+class Door(Stage):
+    """Stands in for the gateway: keeps `open` calls open until it is told to drain; writes what becomes of them."""
+
+    class Config(StageConfig):
+        file: str
+        open: int = 8
+        calls: int = 1_000_000_000
+
+    listens = (Serving, Drain, Failure, WorkerDown)
+
+    def open(self) -> None:
+        self.waiting: set[str] = set()
+        self.made = 0
+        self.admits = False
+
+    @property
+    def busy(self) -> bool:
+        more = self.admits and self.made < self.config.calls
+        return more and len(self.waiting) < self.config.open and not self.ctx.full("call")
+
+    def observe(self, event: Event) -> None:
+        if isinstance(event, Serving):
+            self.admits = True
+        elif isinstance(event, Drain):
+            self.admits = False
+            write(self.config.file, "drain")
+        elif isinstance(event, WorkerDown):
+            write(self.config.file, f"down {event.worker} {event.generation}")
+        elif isinstance(event, Failure) and event.id in self.waiting:
+            write(self.config.file, f"failed {event.id} {event.status} {event.code}")
+            self._end(event.id)
+
+    def step(self, texts: list[Text]) -> Iterable[Call]:
+        for piece in (piece for text in texts for piece in text.pieces):
+            if piece.id in self.waiting:
+                write(self.config.file, f"answered {piece.id}")
+                self._end(piece.id)
+        while self.busy:
+            self.made += 1
+            request = f"{self.ctx.generation}-{self.made}"
+            self.waiting.add(request)
+            write(self.config.file, f"made {request}")
+            yield Call(id=request, sampling=Sampling(), prompt="x" * 100)
+
+    def _end(self, request: str) -> None:
+        self.waiting.discard(request)
+        self.ctx.send(Ended(ids=[request]))
+
+    def close(self) -> None:
+        write(self.config.file, f"closed {len(self.waiting)}")
+
+
+class CallRelay(Stage):
+    """Passes calls on."""
+
+    def step(self, calls: list[Call]) -> Iterable[Call]:
+        return calls
+
+
+class Answerer(Stage):
+    """Answers calls, once the file `gate` is there, if one is named."""
+
+    class Config(StageConfig):
+        gate: str = ""
+
+    def open(self) -> None:
+        self.kept: list[Call] = []
+
+    def step(self, calls: list[Call]) -> Iterable[Text]:
+        self.kept += calls
+        if self.config.gate and not Path(self.config.gate).exists():
+            self.ctx.call_at(self.ctx.clock.now() + 0.05, self._answer)
+            return ()
+        return self._answer()
+
+    def _answer(self) -> Iterable[Text]:
+        if self.config.gate and not Path(self.config.gate).exists():
+            self.ctx.call_at(self.ctx.clock.now() + 0.05, self._answer)
+            return []
+        calls, self.kept = self.kept, []
+        return [Text(step=1, pieces=[Piece(id=call.id, text="ok") for call in calls])] if calls else []
+
+
+class Dying(Stage):
+    """Is killed while it opens."""
+
+    def open(self) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def step(self, prompts: list[Prompt]) -> Iterable[Prompt]:
+        return prompts

@@ -1,0 +1,259 @@
+"""Credit, lanes, reservations and deaths as the sending half of an edge sees them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flowinfer.graph.plan import EdgePlan
+from flowinfer.message import Message, Prompt, Sampling
+from flowinfer.runtime.dispatch import rendezvous
+from flowinfer.runtime.inbox import BACK_AFTER_S, Debt, Grants, Inbox
+from flowinfer.runtime.outbox import Outbox
+
+EDGE = EdgePlan(name="a -> b", source="a", target="b", message="Prompt", port="prompts", capacity=8)
+
+
+def prompt(request: str, **facets: Any) -> Prompt:
+    return Prompt(id=request, tokens=np.ones(4, np.int32), sampling=Sampling(), **facets)
+
+
+class Wire:
+    """Remembers what was sent: (instance, lane, id, cost)."""
+
+    def __init__(self) -> None:
+        self.sent: list[tuple[str, str, str, int]] = []
+
+    def __call__(self, instance: str, edge: EdgePlan, lane: str, messages: Sequence[Message], cost: int) -> None:
+        self.sent += [(instance, lane, message.id, cost) for message in messages]  # type: ignore[attr-defined]
+
+    @property
+    def ids(self) -> list[str]:
+        return [sent[2] for sent in self.sent]
+
+
+def outbox_to(wire: Wire, credit: dict[str, int], edge: EdgePlan = EDGE) -> Outbox:
+    outbox = Outbox(edge, wire, lambda: 0.0)
+    for name, amount in credit.items():
+        outbox.connect(name, 1)
+        for lane in edge.lanes:
+            outbox.credit(name, 1, lane, amount, ())
+    return outbox
+
+
+def put(outbox: Outbox, *messages: Prompt) -> None:
+    for message in messages:
+        outbox.put(message)
+    outbox.flush()
+
+
+def test_what_has_no_credit_waits_in_order_and_then_goes() -> None:
+    wire = Wire()
+    outbox = outbox_to(wire, {"b.0": 2})
+    put(outbox, *(prompt(f"r{i}") for i in range(5)))
+    assert wire.ids == ["r0", "r1"] and outbox.waiting == 3
+    outbox.credit("b.0", 1, "", 2, ["r0", "r1"])
+    outbox.flush()
+    assert wire.ids == ["r0", "r1", "r2", "r3"]
+
+
+def test_an_outbox_at_its_capacity_is_full() -> None:
+    outbox = outbox_to(Wire(), {"b.0": 0})
+    put(outbox, *(prompt(f"r{i}") for i in range(7)))
+    assert not outbox.full
+    put(outbox, prompt("r7"))
+    assert outbox.full
+
+
+def test_the_instance_with_least_in_hand_pulls_the_next() -> None:
+    wire = Wire()
+    outbox = outbox_to(wire, {"b.0": 4, "b.1": 4})
+    put(outbox, *(prompt(f"r{i}") for i in range(4)))
+    assert sorted(sent[0] for sent in wire.sent) == ["b.0", "b.0", "b.1", "b.1"]
+    outbox.credit("b.1", 1, "", 2, ["r1", "r3"])
+    put(outbox, prompt("r4"), prompt("r5"))
+    assert [sent[0] for sent in wire.sent[4:]] == ["b.1", "b.1"]
+
+
+def test_nothing_goes_to_an_instance_that_is_not_connected() -> None:
+    wire = Wire()
+    outbox = Outbox(EDGE, wire, lambda: 0.0)
+    outbox.credit("b.0", 1, "", 8, ())
+    put(outbox, prompt("r0"))
+    assert wire.sent == []
+    outbox.connect("b.0", 1)
+    outbox.flush()
+    assert wire.ids == ["r0"]
+
+
+def test_hash_sends_equal_keys_to_one_instance_and_does_not_let_them_block_others() -> None:
+    wire = Wire()
+    edge = msgspec.structs.replace(EDGE, dispatch="hash", key="cache_salt")
+    names = ["b.0", "b.1"]
+    first = next(f"k{i}" for i in range(99) if rendezvous(f"k{i}", names) == "b.0")
+    second = next(f"k{i}" for i in range(99) if rendezvous(f"k{i}", names) == "b.1")
+    outbox = outbox_to(wire, {"b.0": 1, "b.1": 9}, edge)
+    put(outbox, *(prompt(f"r{i}", cache_salt=key) for i, key in enumerate([first, first, second, second])))
+    assert sorted(wire.sent) == [("b.0", "", "r0", 1), ("b.1", "", "r2", 1), ("b.1", "", "r3", 1)]
+
+
+def test_bucket_lanes_have_credit_of_their_own() -> None:
+    wire = Wire()
+    outbox = outbox_to(wire, {"b.0": 1}, msgspec.structs.replace(EDGE, dispatch="bucket", lanes=("short", "long")))
+    put(outbox, prompt("r0", bucket="long"), prompt("r1", bucket="long"), prompt("r2", bucket="short"))
+    assert sorted(wire.sent) == [("b.0", "long", "r0", 1), ("b.0", "short", "r2", 1)]
+
+
+def test_a_reservation_binds_its_message_to_the_consumer_and_is_its_price() -> None:
+    wire = Wire()
+    outbox = outbox_to(wire, {"b.0": 5, "b.1": 10})
+    assert outbox.reserve("r0", 7) == "b.1"
+    assert outbox.reserve("r1", 7) is None
+    outbox.credit("b.0", 1, "", 50, ())
+    put(outbox, prompt("r0"))
+    assert wire.sent == [("b.1", "", "r0", 7)]
+    assert outbox.consumers["b.1"].credit[""] == 3
+
+
+def test_unreserve_gives_the_credit_back() -> None:
+    outbox = outbox_to(Wire(), {"b.0": 7})
+    outbox.reserve("r0", 7)
+    outbox.unreserve("r0")
+    outbox.unreserve("r0")
+    assert outbox.reserve("r1", 7) == "b.0"
+
+
+def test_a_reservation_of_a_dead_consumer_finds_another() -> None:
+    wire = Wire()
+    outbox = outbox_to(wire, {"b.0": 9, "b.1": 1})
+    assert outbox.reserve("r0", 5) == "b.0"
+    outbox.drop("b.0", 1)
+    put(outbox, prompt("r0"))
+    assert wire.sent == [] and outbox.waiting == 1
+    outbox.credit("b.1", 1, "", 4, ())
+    outbox.flush()
+    assert wire.sent == [("b.1", "", "r0", 5)] and outbox.consumers["b.1"].credit[""] == 0
+
+
+def test_the_death_of_a_consumer_names_the_requests_on_their_way() -> None:
+    outbox = outbox_to(Wire(), {"b.0": 3})
+    put(outbox, *(prompt(f"r{i}") for i in range(4)))
+    outbox.credit("b.0", 1, "", 1, ["r0"])
+    outbox.flush()
+    assert outbox.drop("b.0", 1) == ["r1", "r2", "r3"]
+
+
+def test_late_credit_of_a_dead_generation_counts_for_nothing() -> None:
+    outbox = outbox_to(Wire(), {"b.0": 3})
+    outbox.drop("b.0", 1)
+    outbox.connect("b.0", 2)
+    outbox.credit("b.0", 1, "", 99, ())
+    assert outbox.consumers["b.0"].credit.get("", 0) == 0
+
+
+def test_cancel_takes_waiting_messages_and_reservations_back() -> None:
+    wire = Wire()
+    outbox = outbox_to(wire, {"b.0": 6})
+    outbox.reserve("r0", 6)
+    put(outbox, prompt("r1"), prompt("r2"))
+    assert [message.id for message in outbox.cancel({"r0", "r1"})] == ["r1"]  # type: ignore[attr-defined]
+    outbox.flush()
+    assert wire.ids == ["r2"]
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_credit_is_never_overdrawn_and_nothing_is_lost(data: st.DataObject) -> None:
+    wire = Wire()
+    outbox = outbox_to(wire, {"b.0": 3, "b.1": 2})
+    put_in, cancelled, paid = 0, set[str](), 0
+    for _ in range(data.draw(st.integers(1, 40))):
+        match data.draw(st.sampled_from(["put", "credit", "cancel", "reserve"])):
+            case "put":
+                put(outbox, prompt(f"r{put_in}"))
+                put_in += 1
+            case "reserve":
+                outbox.reserve(f"r{put_in}", 2)
+            case "cancel" if put_in:
+                request = f"r{data.draw(st.integers(0, put_in - 1))}"
+                cancelled.update(m.id for m in outbox.cancel({request}))  # type: ignore[attr-defined]
+            case "credit" if paid < len(wire.sent):
+                name, lane, request, cost = wire.sent[paid]
+                outbox.credit(name, 1, lane, cost, [request])
+                outbox.flush()
+                paid += 1
+        assert all(consumer.credit[""] >= 0 for consumer in outbox.consumers.values())
+        assert len(wire.sent) + outbox.waiting + len(cancelled) == put_in
+        assert len(set(wire.ids)) == len(wire.ids)
+    for request in range(put_in + 1):
+        outbox.unreserve(f"r{request}")
+    for name, lane, request, cost in wire.sent[paid:]:
+        outbox.credit(name, 1, lane, cost, [request])
+    outbox.flush()
+    while len(wire.sent) + len(cancelled) < put_in:
+        before = len(wire.sent)
+        for name in ("b.0", "b.1"):
+            outbox.credit(name, 1, "", 2, ())
+        outbox.flush()
+        assert len(wire.sent) > before
+
+
+# ------------------------------------------------------------------------------------------------- the receiving half
+
+
+def test_credit_returns_when_messages_are_taken_and_in_one_event() -> None:
+    grants, inbox = Grants(), Inbox()
+    grants.share("a -> b", 100)
+    debt = Debt("a -> b", "a.0", "", 1)
+    inbox.receive([prompt("r0"), prompt("r1")], debt)
+    grants.use(debt, 2)
+    _, debts = inbox.take()
+    for settled in debts:
+        grants.settle(settled, now=5.0)
+    assert grants.collect(5.0) == []
+    ((producer, credit),) = grants.collect(5.0 + BACK_AFTER_S)
+    assert (producer, credit.amount, credit.ids) == ("a.0", 2, ["r0", "r1"])
+
+
+def test_half_a_share_returns_at_once() -> None:
+    grants = Grants()
+    grants.share("a -> b", 4)
+    grants.use(Debt("a -> b", "a.0", "", 1), 2)
+    grants.settle(Debt("a -> b", "a.0", "", 2), now=5.0)
+    assert grants.collect(5.0)[0][1].amount == 2
+
+
+def test_a_new_generation_gets_what_its_predecessors_messages_do_not_hold() -> None:
+    grants, inbox = Grants(), Inbox()
+    grants.share("a -> b", 10)
+    debt = Debt("a -> b", "a.0", "", 3)
+    inbox.receive([prompt("r0")], debt, held_port="prompts")
+    grants.use(debt, 1)
+    grants.forget("a.0")
+    assert [credit.amount for credit in grants.opening("a -> b", "a.0", ("",))] == [7]
+    grants.settle(inbox.held.pop(("prompts", "r0")), now=1.0)
+    grants.hurry()
+    assert [credit.amount for _, credit in grants.collect(1.0)] == [3]
+
+
+@pytest.mark.parametrize("held", ["", "prompts"])
+def test_cancelled_messages_settle_their_debt(held: str) -> None:
+    inbox = Inbox()
+    inbox.receive([prompt("r0")], Debt("a -> b", "a.0", "", 3), held)
+    dropped, debts = inbox.cancel({"r0"})
+    assert [m.id for m in dropped] == ["r0"] and [debt.amount for debt in debts] == [3]  # type: ignore[attr-defined]
+    assert not inbox.held and not inbox.debts
+
+
+def test_a_rendezvous_moves_only_the_keys_of_a_lost_name() -> None:
+    names = ["b.0", "b.1", "b.2"]
+    keys = [f"k{i}" for i in range(200)]
+    before = {key: rendezvous(key, names) for key in keys}
+    after = {key: rendezvous(key, names[:2]) for key in keys}
+    assert all(after[key] == before[key] for key in keys if before[key] != "b.2")

@@ -1,0 +1,281 @@
+"""Services of plain stages in real processes: back-pressure, deaths, draining, start-up failures, nothing left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import msgspec
+import psutil
+import pytest
+
+from flowinfer.graph.plan import EdgePlan, Plan, ServePlan, StagePlan, WorkerPlan
+
+HERE = Path(__file__).parent
+PATIENCE_S = 60.0  # on a busy machine; nothing here waits for time to pass
+MODULE = "stages_for_tests"
+
+
+def until(claim: Callable[[], bool], what: str) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not claim():
+        assert time.monotonic() < deadline, f"not in {PATIENCE_S} s: {what}"
+        time.sleep(0.02)
+
+
+class Service:
+    """A supervisor in a process of its own."""
+
+    def __init__(self, plan: Plan, folder: Path) -> None:
+        self.file = folder / "notes.txt"
+        self.file.touch()
+        self.log = folder / "log.txt"
+        self.tmp = folder
+        (folder / "plan.json").write_bytes(msgspec.json.encode(plan))
+        path = os.pathsep.join([str(HERE), str(HERE.parents[1]), os.environ.get("PYTHONPATH", "")])
+        self.process = subprocess.Popen(
+            [sys.executable, str(HERE / "serve_plan.py"), str(folder / "plan.json")],
+            stdout=self.log.open("wb"),
+            stderr=subprocess.STDOUT,
+            env=os.environ | {"PYTHONPATH": path, "TMPDIR": str(folder)},
+        )
+        self.seen: dict[int, psutil.Process] = {}
+
+    def workers(self) -> dict[str, psutil.Process]:
+        """Live worker processes by instance."""
+        found = {}
+        for child in psutil.Process(self.process.pid).children(recursive=True):
+            try:
+                found[child.cmdline()[-1]] = child
+                self.seen[child.pid] = child
+            except (psutil.NoSuchProcess, psutil.ZombieProcess, IndexError):
+                continue
+        return found
+
+    def lines(self, prefix: str) -> list[str]:
+        return [line for line in self.file.read_text().splitlines() if line.startswith(prefix)]
+
+    def wait_ready(self) -> None:
+        until(lambda: "READY" in self.log.read_text() or self.process.poll() is not None, "ready")
+        assert self.process.poll() is None, self.log.read_text()
+        self.workers()
+
+    def leftovers(self) -> list[str]:
+        alive = [f"process {p.pid}" for p in self.seen.values() if p.is_running() and p.status() != "zombie"]
+        folder = self.tmp / f"flowinfer-{os.getuid()}"
+        return alive + [str(path) for path in folder.glob("*") if path.name != ".lock"]
+
+    def wait_gone(self) -> None:
+        self.process.wait(PATIENCE_S)
+        until(lambda: not self.leftovers(), f"nothing left, but {self.leftovers()}")
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[[Plan], Service]]:
+    started: list[Service] = []
+
+    def begin(plan: Plan) -> Service:
+        started.append(Service(plan, tmp_path))
+        return started[-1]
+
+    yield begin
+    for service in started:
+        if service.process.poll() is None:
+            service.process.kill()
+        service.wait_gone()
+
+
+def edge(source: str, target: str, message: str, port: str, capacity: int = 16) -> EdgePlan:
+    name = f"{source} -> {target}"
+    return EdgePlan(name=name, source=source, target=target, message=message, port=port, capacity=capacity)
+
+
+def stage(name: str, kind: str, worker: str, **config: object) -> StagePlan:
+    return StagePlan(name=name, kind=f"{MODULE}:{kind}", config=config, worker=worker, mark=f"pipe.yaml:{len(name)}:3")
+
+
+def plan_of(stages: list[StagePlan], edges: list[EdgePlan], tmp: Path, **replicas: int) -> Plan:
+    names = dict.fromkeys(found.worker for found in stages)
+    return Plan(
+        name="test",
+        digest="",
+        file=str(tmp / "pipe.yaml"),
+        stages={found.name: found for found in stages},
+        edges=tuple(edges),
+        workers={
+            name: WorkerPlan(
+                name=name, stages=tuple(s.name for s in stages if s.worker == name), replicas=replicas.get(name, 1)
+            )
+            for name in names
+        },
+        serve=ServePlan(port=0, drain_timeout_s=30.0),
+    )
+
+
+def loaded(tmp: Path, **door: object) -> Plan:
+    """Three workers with requests that go round."""
+    gate = door.pop("gate", "")
+    return plan_of(
+        [
+            stage("api", "Door", "front", file=str(tmp / "notes.txt"), **door),
+            stage("relay", "CallRelay", "middle"),
+            stage("answer", "Answerer", "back", gate=gate),
+        ],
+        [
+            edge("api", "relay", "Call", "calls"),
+            edge("relay", "answer", "Call", "calls"),
+            edge("answer", "api", "Text", "texts"),
+        ],
+        tmp,
+    )
+
+
+def test_a_fast_producer_loses_nothing_and_waits_for_its_consumers(
+    start: Callable[[Plan], Service], tmp_path: Path
+) -> None:
+    notes, count = str(tmp_path / "notes.txt"), 3_000
+    plan = plan_of(
+        [
+            stage("source", "Source", "front", count=count, file=notes, tokens=8_000),
+            stage("relay", "Relay", "middle"),
+            stage("sink", "Sink", "back", file=notes),
+        ],
+        [edge("source", "relay", "Prompt", "prompts"), edge("relay", "sink", "Prompt", "prompts")],
+        tmp_path,
+        back=2,
+    )
+    service = start(plan)
+    service.wait_ready()
+    until(lambda: len(service.lines("got")) >= count, "all prompts arrived")
+    got = [line.split() for line in service.lines("got")]
+    assert sorted(int(request[1:]) for _, request, _ in got) == list(range(1, count + 1))
+    assert all(int(total) == 8_000 * int(request[1:]) for _, request, total in got)
+    # 3,000 prompts of 32 kB are 96 MB: a queue without bounds would show.
+    assert max(p.memory_info().rss for p in service.workers().values()) < 160e6
+
+
+@pytest.mark.parametrize("victim", ["front.0", "middle.0", "back.0"])
+def test_a_killed_worker_fails_what_it_held_and_comes_back(
+    start: Callable[[Plan], Service], tmp_path: Path, victim: str
+) -> None:
+    service = start(loaded(tmp_path))
+    service.wait_ready()
+    until(lambda: len(service.lines("answered")) > 100, "requests go round")
+    first = service.workers()[victim]
+    first.kill()
+    until(lambda: victim in service.workers() and service.workers()[victim].pid != first.pid, "a new process")
+    if victim != "front.0":
+        until(lambda: f"down {victim} 1" in service.lines("down"), "the front knows")
+    before = len(service.lines("answered"))
+    until(lambda: len(service.lines("answered")) > before + 200, "requests go round again")
+    assert all(line.split()[2:] == ["503", "worker_died"] for line in service.lines("failed"))
+    assert f"Worker {victim} died: worker {victim} was ended by SIGKILL" in service.log.read_text()
+    service.process.send_signal(signal.SIGTERM)
+    service.wait_gone()
+    assert service.process.returncode == 0, service.log.read_text()
+
+
+def test_requests_on_their_way_to_a_dead_worker_fail_at_once(start: Callable[[Plan], Service], tmp_path: Path) -> None:
+    service = start(loaded(tmp_path, calls=4, gate=str(tmp_path / "gate")))
+    service.wait_ready()
+    os.kill(service.workers()["middle.0"].pid, signal.SIGSTOP)  # what is sent now isn't taken
+    stopped = service.workers()["middle.0"]
+    until(lambda: stopped.status() == psutil.STATUS_STOPPED, "the worker stands still")
+    stopped.kill()
+    until(lambda: "down middle.0 1" in service.lines("down"), "the front knows")
+    done = set(service.lines("failed"))
+    (tmp_path / "gate").touch()
+    until(lambda: len(service.lines("failed")) + len(service.lines("answered")) == 4, "each request has its end")
+    assert done <= set(service.lines("failed"))
+
+
+def test_a_drain_lets_open_requests_finish(start: Callable[[Plan], Service], tmp_path: Path) -> None:
+    service = start(loaded(tmp_path, calls=3, gate=str(tmp_path / "gate")))
+    service.wait_ready()
+    until(lambda: len(service.lines("made")) == 3, "three requests are open")
+    service.process.send_signal(signal.SIGINT)
+    until(lambda: bool(service.lines("drain")), "the door knows")
+    assert service.process.poll() is None
+    (tmp_path / "gate").touch()
+    service.wait_gone()
+    assert service.process.returncode == 0
+    assert len(service.lines("answered")) == 3 and service.lines("closed") == ["closed 0"]
+
+
+def test_a_second_signal_stops_at_once(start: Callable[[Plan], Service], tmp_path: Path) -> None:
+    service = start(loaded(tmp_path, calls=3, gate=str(tmp_path / "never")))
+    service.wait_ready()
+    until(lambda: len(service.lines("made")) == 3, "three requests are open")
+    service.process.send_signal(signal.SIGINT)
+    until(lambda: bool(service.lines("drain")), "the door knows")
+    service.process.send_signal(signal.SIGINT)
+    service.wait_gone()
+    assert service.lines("answered") == []
+
+
+def test_nothing_outlives_a_killed_supervisor(start: Callable[[Plan], Service], tmp_path: Path) -> None:
+    service = start(loaded(tmp_path))
+    service.wait_ready()
+    until(lambda: len(service.lines("answered")) > 20, "requests go round")
+    assert len(service.workers()) == 3
+    service.process.kill()
+    service.wait_gone()
+
+
+def test_a_start_up_failure_names_stage_place_and_cause(start: Callable[[Plan], Service], tmp_path: Path) -> None:
+    notes = str(tmp_path / "notes.txt")
+    plan = plan_of(
+        [stage("source", "Source", "front", file=notes), stage("broken", "Broken", "back")],
+        [edge("source", "broken", "Prompt", "prompts")],
+        tmp_path,
+    )
+    service = start(plan)
+    service.wait_gone()
+    assert service.process.returncode == 1
+    words = "ERROR stage 'broken' (pipe.yaml:6:3): FileNotFoundError: there is no such model here"
+    assert words in service.log.read_text()
+
+
+def test_a_worker_that_dies_while_it_opens_is_named(start: Callable[[Plan], Service], tmp_path: Path) -> None:
+    notes = str(tmp_path / "notes.txt")
+    plan = plan_of(
+        [stage("source", "Source", "front", file=notes), stage("dying", "Dying", "back")],
+        [edge("source", "dying", "Prompt", "prompts")],
+        tmp_path,
+    )
+    service = start(plan)
+    service.wait_gone()
+    assert "ended by SIGKILL (out of memory?) while it opened stage 'dying'" in service.log.read_text()
+
+
+def test_a_port_in_use_says_by_whom(start: Callable[[Plan], Service], tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        plan = msgspec.structs.replace(loaded(tmp_path), serve=ServePlan(port=port))
+        service = start(plan)
+        service.wait_gone()
+    text = service.log.read_text()
+    assert f"127.0.0.1:{port} is in use by" in text and f"(process {os.getpid()})" in text
+    assert "--set serve.port" in text
+
+
+def test_the_folder_of_a_dead_service_is_swept(tmp_path: Path) -> None:
+    from flowinfer.runtime.run_dir import RunDir, sweep
+
+    living = RunDir(tmp_path)
+    dead = tmp_path / "dead"
+    dead.mkdir()
+    (dead / "lock").touch()
+    left = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    start_time = Path(f"/proc/{left.pid}/stat").read_text().rpartition(")")[2].split()[19]
+    (dead / "pids").write_text(f"{left.pid} {start_time}\n{os.getpid()} 1\n")
+    assert sweep(tmp_path) == [dead]
+    assert not dead.exists() and living.path.exists()
+    assert left.wait(10) == -signal.SIGKILL
+    living.remove()
