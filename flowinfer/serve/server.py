@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import socket
 import threading
 from collections.abc import Callable, Coroutine
@@ -19,6 +20,7 @@ from flowinfer.serve.mailbox import Mailbox
 if TYPE_CHECKING:
     from flowinfer.serve.gateway import Gateway
 
+log = logging.getLogger(__name__)
 Item = Piece | RequestError
 START_TIMEOUT_S = 30.0
 STOP_TIMEOUT_S = 5.0  # for responses that are being written when the service stops
@@ -34,15 +36,18 @@ class HttpServer:
         self._loop = uvloop.new_event_loop()
         self._outbox: list[tuple[Mailbox, Item]] = []
         self._started = threading.Event()
+        self._error: Exception | None = None
         self._server = _Uvicorn(_config(App(gateway, self.sink)), self._started.set)
         self._thread = threading.Thread(target=self._run, name="flowinfer-http", daemon=True)
 
     def start(self) -> None:
-        """Returns once connections are accepted. Raises TimeoutError when that takes too long."""
+        """Returns once connections are accepted. Raises what kept the server from it, or TimeoutError."""
         self._gateway.after_step = self.flush
         self._thread.start()
         if not self._started.wait(START_TIMEOUT_S):
             raise TimeoutError(f"The HTTP server didn't start within {START_TIMEOUT_S:g} s.")
+        if self._error is not None:
+            raise self._error
 
     def stop(self) -> None:
         """Lets responses finish for a few seconds, then closes."""
@@ -67,7 +72,11 @@ class HttpServer:
         asyncio.set_event_loop(self._loop)
         try:
             self._loop.run_until_complete(self._server.serve(sockets=[self._listener]))
+        except Exception as error:
+            self._error = error
+            log.exception("the HTTP server broke")
         finally:
+            self._started.set()
             self._loop.close()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from typing import Any
 
 import httpx
@@ -10,6 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 import flowinfer
 from flowinfer.message import Stats
+from flowinfer.serve.server import HttpServer
 
 CHAT = "/v1/chat/completions"
 ASK: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "a b"}]}
@@ -77,6 +79,14 @@ def test_a_service_without_the_openai_api_has_none_of_it(start: Any) -> None:
     service = start(apis=())
     assert httpx.post(service.url + CHAT, json=ASK).status_code == 404
     assert httpx.get(service.url + "/health").status_code == 200
+
+
+def test_a_server_that_cannot_start_says_why(start: Any) -> None:
+    listener = socket.socket()
+    listener.close()
+    server = HttpServer(start().gateway, listener)
+    with pytest.raises(OSError):
+        server.start()
 
 
 # ------------------------------------------------------------------------------------------------------------- metrics

@@ -1,4 +1,4 @@
-"""Two hundred clients that come, stay or leave as they like: each accepted request has one end, and nothing stays open."""
+"""Two hundred clients that come, stay or leave as they like: each accepted request ends once, nothing stays open."""
 
 from __future__ import annotations
 
