@@ -11,7 +11,6 @@ from rich.table import Table
 
 from flowinfer.engine import hub
 from flowinfer.engine.sources import ALIASES
-from flowinfer.errors import ModelError
 from flowinfer.units import format_bytes, format_tokens
 
 
@@ -80,15 +79,3 @@ def show(model: str) -> None:
 
 def _size(path: Path) -> str:
     return f"{sum(p.stat().st_size for p in path.rglob('*') if p.is_file()) / 2**20:,.0f} MiB"
-
-
-def main() -> None:
-    """Runs the group alone, errors without a traceback."""
-    try:
-        models(standalone_mode=False)
-    except ModelError as error:
-        raise SystemExit(f"error: {error}") from None
-
-
-if __name__ == "__main__":
-    main()

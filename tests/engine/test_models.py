@@ -239,7 +239,8 @@ def test_bfloat16_stays_near_float32(tmp_path: Path) -> None:
     assert (got - oracle(_ids(100))).abs().max() < 0.1 * oracle(_ids(100)).abs().max()
 
 
-KNOWN = json.loads((Path(__file__).parents[1] / "data" / "smollm2_known_answers.json").read_text())
+DATA = Path(__file__).parents[1] / "data"
+KNOWN = json.loads((DATA / "smollm2_known_answers.json").read_text())
 
 
 @pytest.mark.model
@@ -254,6 +255,20 @@ def test_smollm2_gives_the_known_logits_and_answers(smollm2: Path) -> None:
         for token in answer["greedy_f32"][:12]:
             assert int(logits.argmax()) == token
             logits = runner.step({0: [token]})[0][-1]
+
+
+@pytest.mark.model
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-4), ("bfloat16", 2e-2)])
+def test_smollm2_has_the_known_perplexity(smollm2: Path, dtype: str, tolerance: float) -> None:
+    ids = json.loads((DATA / "smollm2_gsm8k_ids.json").read_text())["ids"]
+    [(length, known)] = KNOWN["perplexity"].values()
+    assert len(ids) == length
+    runner, loss = Runner(load_model(smollm2, dtype=dtype, device="cpu"), num_blocks=40), 0.0
+    for start in range(0, length, 600):
+        logits = runner.step({0: ids[start : start + 600]})[0]
+        targets = torch.tensor(ids[start + 1 : start + 601])
+        loss += float(torch.nn.functional.cross_entropy(logits[: len(targets)], targets, reduction="sum"))
+    assert float(np.exp(loss / (length - 1))) == pytest.approx(known, abs=tolerance)
 
 
 @pytest.mark.model
