@@ -59,20 +59,6 @@ edges:
   echo -> api:
 """
 
-MAIN = """
-import sys, msgspec
-from flowinfer.graph import load_plan
-from flowinfer.runtime.supervisor import Supervisor
-from flowinfer.serve.gateway import GatewayConfig
-
-if __name__ == "__main__":
-    plan = load_plan(sys.argv[1], allow_local=True)
-    config = GatewayConfig.of(plan).model_dump(mode="json")
-    api = msgspec.structs.replace(plan.stages["api"], config=config)
-    plan = msgspec.structs.replace(plan, stages=plan.stages | {"api": api})
-    Supervisor(plan, ready=lambda url: print("ready", flush=True)).run()
-"""
-
 
 class Running:
     """A service in a process of its own."""
@@ -83,14 +69,13 @@ class Running:
             port = probe.getsockname()[1]
         (folder / "slow.py").write_text(SLOW_ECHO)
         (folder / "slow.yaml").write_text(PIPELINE.replace("PORT", str(port)))
-        (folder / "main.py").write_text(MAIN)
         self.url = f"http://127.0.0.1:{port}"
         environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-        command = [sys.executable, str(folder / "main.py"), str(folder / "slow.yaml")]
+        command = [sys.executable, "-m", "flowinfer", "run", str(folder / "slow.yaml"), "--allow-local"]
         self.process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
         assert self.process.stdout is not None
         for line in self.process.stdout:
-            if line.strip() == "ready":
+            if "is ready" in line:
                 return
         raise AssertionError("the service didn't start")
 
