@@ -60,9 +60,7 @@ class _OneKey:
     """Tells the authenticator that only holders of the service's own key may connect."""
 
     def __init__(self, keys: Keys) -> None:
-        from zmq.utils import z85
-
-        self._public = z85.decode(keys.get_public())
+        self._public = keys.get_public()
 
     def callback(self, domain: str, key: bytes) -> bool:
         return key == self._public

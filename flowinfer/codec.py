@@ -1,7 +1,8 @@
 """Turns messages into frames and back: msgpack for structure, arrays as buffers beside it, no pickle. Knows no sockets.
 
 Frame 0 is [format: u8][parts follow: u8][header length: u16][header][body]; header and body are msgpack, the body a
-list of messages of one type. Arrays under 16 KiB stand inside the body, larger ones in frames of their own, not copied on receipt.
+list of messages of one type. Arrays under 16 KiB stand inside the body, larger ones in frames of their own, which
+aren't copied on receipt.
 """
 
 from __future__ import annotations

@@ -29,7 +29,6 @@ from flowinfer.runtime.mailbox import bind, load_keys
 from flowinfer.runtime.worker import Worker
 from flowinfer.stage import Arena
 
-
 MAX_TRACE = 8_000  # characters; with the rest of a report it fits into a pipe that nobody reads yet
 
 

@@ -1,4 +1,4 @@
-"""Services of plain stages in real processes: back-pressure, deaths, draining, start-up failures, nothing left behind."""
+"""Services of plain stages in real processes: back-pressure, deaths, draining, failing starts, nothing left over."""
 
 from __future__ import annotations
 
