@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 import os
@@ -55,9 +56,10 @@ def workers(running: Service) -> dict[str, psutil.Process]:
     """Worker processes by instance name."""
     found = {}
     for child in psutil.Process(running.process.pid).children(recursive=True):
-        match = re.search(r"worker_main (\S+)", " ".join(child.cmdline()))
-        if match:
-            found[match[1]] = child
+        with contextlib.suppress(psutil.NoSuchProcess):  # it may be dying
+            match = re.search(r"worker_main (\S+)", " ".join(child.cmdline()))
+            if match:
+                found[match[1]] = child
     return found
 
 
@@ -154,7 +156,9 @@ def test_ctrl_c_finishes_what_is_open_and_leaves_nothing_behind(smollm2: Path) -
         children = list(workers(running).values())
         sockets = _run_dirs(running)
         answers: list[int] = []
-        asking = threading.Thread(target=lambda: answers.append(len(running.complete(prompt_ids(20, 1), 60).tokens)))
+        asking = threading.Thread(
+            target=lambda: answers.append(running.complete(prompt_ids(20, 1), 60).usage["completion_tokens"])
+        )
         asking.start()
         time.sleep(0.7)
         running.process.send_signal(signal.SIGINT)
