@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
+from pydantic import ConfigDict
 
 from flowinfer.engine.layout import KVLayout
 from flowinfer.errors import FlowInferError, RequestError
@@ -18,7 +19,7 @@ from flowinfer.runtime.arenas import DEFAULT_KV_BYTES, private_arena
 from flowinfer.runtime.clock import SystemClock
 from flowinfer.runtime.group import Group, Host
 from flowinfer.runtime.loading import LoadStage
-from flowinfer.stage import Arena, Clock, Stage
+from flowinfer.stage import Arena, Clock, Stage, StageConfig
 
 Sink = Callable[[Piece | RequestError], None]
 Answer = list[Piece] | RequestError
@@ -26,6 +27,11 @@ Answer = list[Piece] | RequestError
 
 class LocalApi(Stage):
     """Stands in for the HTTP gateway: calls come from this process, answers go to their sinks."""
+
+    class Config(StageConfig):
+        """Takes the gateway's settings, which mean nothing here."""
+
+        model_config = ConfigDict(extra="ignore", frozen=True)
 
     kind = API
     listens = (Failure,)
