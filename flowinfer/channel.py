@@ -76,6 +76,7 @@ class Channel:
         self.bytes_sent = 0
         self._peers: dict[str, _Peer] = {}
         self._event_headers: dict[str, Header] = {}
+        self._heads: dict[tuple[type[Message], str, str, int], bytes] = {}
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._authenticator = self._start_authenticator()
         self._control = self._socket(zmq.PULL)
@@ -138,9 +139,13 @@ class Channel:
             return 0
         if found.data is None:
             found.data = self._connect(found.endpoints.data)
-        kind = type(messages[0]).__name__
-        header = Header(kind, self.name, self.generation, self.epoch, edge, lane, cost)
-        return self._send(found.data, self.codec.encode(header, messages))
+        key = (type(messages[0]), edge, lane, cost)
+        head = self._heads.get(key)
+        if head is None:
+            head = self.codec.head(Header(key[0].__name__, self.name, self.generation, self.epoch, edge, lane, cost))
+            if cost == 1:  # others are as many as there are sizes of requests
+                self._heads[key] = head
+        return self._send(found.data, self.codec.encode_behind(head, messages))
 
     def send_event(self, peer: str, event: Event) -> bool:
         """Sends an event ahead of data (with it, where its type is bulk); False when the peer isn't there."""
@@ -159,12 +164,13 @@ class Channel:
     def _send(self, socket: zmq.Socket[bytes], frames: list[Buffer]) -> int:
         try:
             if len(frames) == 1:
+                size = len(frames[0])
                 socket.send(frames[0], zmq.NOBLOCK)
             else:
-                socket.send_multipart(frames, zmq.NOBLOCK, copy=max(map(len, frames)) < _MORE_BYTES)
+                size = sum(map(len, frames))
+                socket.send_multipart(frames, zmq.NOBLOCK, copy=size < _MORE_BYTES)
         except zmq.ZMQError as error:
             raise TransportError(f"can't send: {error}") from error
-        size = sum(map(len, frames))
         self.bytes_sent += size
         return size
 

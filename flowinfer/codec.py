@@ -86,12 +86,19 @@ class Codec:
 
     def encode(self, header: Header, messages: Sequence[Message]) -> list[Buffer]:
         """Frames of messages, all of type header.type. Raises CodecError for what can't travel."""
-        head = self._header_bytes.get(header) or self._encode_header(header)
+        return self.encode_behind(self.head(header), messages)
+
+    def head(self, header: Header) -> bytes:
+        """The bytes of a header, to be kept by who sends many frames with it. Raises CodecError for local types."""
+        return self._header_bytes.get(header) or self._encode_header(header)
+
+    def encode_behind(self, head: bytes, messages: Sequence[Message]) -> list[Buffer]:
+        """Frames of messages behind a header from `head`. Raises CodecError for what can't travel."""
         self._beside = []
         try:
             body = self._encoder.encode(messages)
         except (msgspec.MsgspecError, ValueError, TypeError, OverflowError, RecursionError) as error:
-            raise CodecError(f"a {header.type} can't be sent: {error}") from error
+            raise CodecError(f"a {type(messages[0]).__name__} can't be sent: {error}") from error
         if not self._beside:
             return [_ALONE + head + body]
         return [_FOLLOWED + head + body, *self._beside]
@@ -196,6 +203,8 @@ _wanted_dtypes: dict[Any, np.dtype[Any]] = {}
 
 
 def _check_array(wanted: Any, value: Any) -> Any:
+    if wanted is messages_module.Ids and type(value) is np.ndarray and value.dtype is _INT32:
+        return value  # the common case, without the hash of a generic alias
     dtype = _wanted_dtypes.get(wanted)
     if dtype is None:
         dtype = _wanted_dtypes[wanted] = np.dtype(get_args(get_args(wanted)[1])[0])

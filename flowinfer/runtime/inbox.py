@@ -12,17 +12,27 @@ from typing import Any, NamedTuple
 
 from flowinfer.message import Credit, Message
 
-BACK_AFTER_S = (
-    0.01  # small amounts wait this long for more, so that a slow edge pays for one event and not for each message
-)
+# Small amounts wait this long for more, so that a slow edge pays for one event and not for each message.
+BACK_AFTER_S = 0.01
 
 
-class Debt(NamedTuple):
-    """Credit that messages here have taken from a producer instance."""
+@dataclass(slots=True, eq=False)
+class Account:
+    """The credit of one producer instance on one lane of an edge. used: taken and not settled; due: on its way back."""
 
     edge: str
     producer: str
     lane: str
+    half: float  # of its share: so much goes back at once
+    used: int = 0
+    due: int = 0
+    ids: list[str] = field(default_factory=list)
+
+
+class Debt(NamedTuple):
+    """Credit that messages here have taken."""
+
+    account: Account
     amount: int
     ids: tuple[str, ...] = ()
 
@@ -46,26 +56,30 @@ class Inbox:
     def take(self) -> tuple[list[Message], list[Debt]]:
         """All messages, with the debts that are settled by passing them on."""
         messages, debts = self.messages[:], self.debts
-        self.messages.clear()
-        self.debts = []
-        self.num_taken += len(messages)
+        if messages:
+            self.messages.clear()
+            self.num_taken += len(messages)
+        if debts:
+            self.debts = []
         return messages, debts
 
-    def receive(self, messages: Sequence[Message], debt: Debt, held_port: str = "") -> None:
-        """Takes messages of one frame; debt is what each of them costs."""
+    def receive(self, messages: Sequence[Message], account: Account, cost: int, held_port: str = "") -> None:
+        """Takes messages of one frame, each of which took `cost` of the account."""
         self.messages.extend(messages)
         ids = ids_of(messages)
+        amount = cost * len(messages)
+        account.used += amount
         if held_port and ids:
-            self.held.update(((held_port, request), debt._replace(ids=(request,))) for request in ids)
+            self.held.update(((held_port, request), Debt(account, cost, (request,))) for request in ids)
         else:
-            self.debts.append(debt._replace(amount=debt.amount * len(messages), ids=ids))
+            self.debts.append(Debt(account, amount, ids))
 
     def cancel(self, requests: Collection[str]) -> tuple[list[Message], list[Debt]]:
         """Takes out the messages of these requests, with the debts that nobody else will settle."""
         dropped = [m for m in self.messages if getattr(m, "id", None) in requests]
         if not dropped:
             return [], []
-        gone = {m.id for m in dropped}  # type: ignore[attr-defined]
+        gone = set(ids_of(dropped))
         self.messages[:] = [m for m in self.messages if getattr(m, "id", None) not in gone]
         settled = [self.held.pop(key) for key in list(self.held) if key[1] in gone]
         if not self.messages:
@@ -74,53 +88,49 @@ class Inbox:
         return dropped, settled
 
 
-@dataclass(slots=True)
-class _Due:
-    amount: int = 0
-    ids: list[str] = field(default_factory=list)
-    since: float = 0.0
-
-
 class Grants:
     """What this worker has granted to producers, what they have used, and what is due to go back to them."""
 
     def __init__(self) -> None:
-        self._used: dict[tuple[str, str, str], int] = {}  # edge, producer, lane -> credit taken and not given back
+        self._accounts: dict[tuple[str, str, str], Account] = {}  # by edge, producer, lane
         self._shares: dict[str, int] = {}  # by edge
-        self._due: dict[tuple[str, str, str], _Due] = {}
+        self._due: list[Account] = []
         self.next_at = math.inf  # when `collect` has something; a plain number, since the loop asks every turn
 
     def share(self, edge: str, amount: int) -> None:
         """Sets what each producer instance of an edge may have in hand, for each lane."""
         self._shares[edge] = max(1, amount)
+        for account in self._accounts.values():
+            if account.edge == edge:
+                account.half = self._shares[edge] / 2
 
     def share_of(self, edge: str) -> int:
         return self._shares[edge]
 
+    def account(self, edge: str, producer: str, lane: str) -> Account:
+        """The account of a producer, made on first use."""
+        key = (edge, producer, lane)
+        found = self._accounts.get(key)
+        if found is None:
+            found = self._accounts[key] = Account(edge, producer, lane, self._shares[edge] / 2)
+        return found
+
     def opening(self, edge: str, producer: str, lanes: Sequence[str]) -> list[Credit]:
         """The grants for a producer that connects: its share less what its predecessor's messages still take."""
         share = self._shares[edge]
-        for lane in lanes:
-            self._due.pop((edge, producer, lane), None)
-        return [
-            Credit(edge=edge, lane=lane, amount=share - self._used.get((edge, producer, lane), 0)) for lane in lanes
-        ]
-
-    def use(self, debt: Debt, messages: int) -> None:
-        key = debt[:3]
-        self._used[key] = self._used.get(key, 0) + debt.amount * messages
+        return [Credit(edge=edge, lane=x, amount=share - self.account(edge, producer, x).used) for x in lanes]
 
     def settle(self, debt: Debt, now: float) -> None:
-        """This debt goes back, soon."""
-        key = debt[:3]
-        self._used[key] = self._used.get(key, 0) - debt.amount
-        due = self._due.get(key)
-        if due is None:
-            due = self._due[key] = _Due(since=now)
+        """This debt goes back: at once when much is due, else soon."""
+        account = debt.account
+        account.used -= debt.amount
+        if not account.due:
+            self._due.append(account)
             self.next_at = min(self.next_at, now + BACK_AFTER_S)
-        due.amount += debt.amount
-        due.ids.extend(debt.ids)
-        if 2 * due.amount >= self._shares.get(debt.edge, 1):
+        account.due += debt.amount
+        if debt.ids:
+            account.ids.extend(debt.ids)
+        if account.due >= account.half:
             self.next_at = now
 
     def hurry(self) -> None:
@@ -132,13 +142,18 @@ class Grants:
         if now < self.next_at:
             return []
         self.next_at = math.inf
-        return [(key[1], self._credit(key)) for key in list(self._due)]
-
-    def _credit(self, key: tuple[str, str, str]) -> Credit:
-        due = self._due.pop(key)
-        return Credit(edge=key[0], lane=key[2], amount=due.amount, ids=due.ids)
+        due, self._due = self._due, []
+        return [(account.producer, _credit(account)) for account in due if account.due]
 
     def forget(self, producer: str) -> None:
         """A producer died: what is due to it needn't be sent; `opening` counts anew."""
-        for key in [key for key in self._due if key[1] == producer]:
-            del self._due[key]
+        for account in self._due:
+            if account.producer == producer:
+                account.due, account.ids = 0, []
+        self._due = [account for account in self._due if account.due]
+
+
+def _credit(account: Account) -> Credit:
+    credit = Credit(edge=account.edge, lane=account.lane, amount=account.due, ids=account.ids)
+    account.due, account.ids = 0, []
+    return credit

@@ -164,12 +164,11 @@ class Outbox:
         consumer.outstanding += total
         self.waiting -= len(batch)
         self.num_sent += len(batch)
-        kind = type(batch[0])
-        if any(type(message) is not kind for message in batch):
+        if len(batch) == 1 or len(set(map(type, batch))) == 1:
+            self._send(consumer.name, self.edge, lane, batch, cost)
+        else:  # a frame holds one type; subclasses on one edge are rare
             for message in batch:
                 self._send(consumer.name, self.edge, lane, [message], cost)
-        else:
-            self._send(consumer.name, self.edge, lane, batch, cost)
         if hasattr(batch[0], "id"):
             consumer.sent.update((message.id, None) for message in batch)  # type: ignore[attr-defined]
 

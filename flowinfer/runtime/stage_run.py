@@ -52,6 +52,7 @@ class StageRun:
         self.busy_s = 0.0
         self._lists = [inbox.messages for inbox in self.inboxes.values()]
         self._gates: list[FusedEdge | Outbox] = []
+        self._only = next(iter(self.inboxes.values())) if len(self.inboxes) == 1 else None
 
     def add_output(self, output: FusedEdge | Outbox) -> None:
         self.outputs.setdefault(output.edge.message, []).append(output)
@@ -88,6 +89,9 @@ class StageRun:
 
     def take(self) -> tuple[list[list[Message]], list[Debt]]:
         """The inputs of one step, in the order of its parameters, and the debts that they settle."""
+        if self._only is not None:
+            messages, settled = self._only.take()
+            return [messages], settled
         inputs: list[list[Message]] = []
         debts: list[Debt] = []
         for inbox in self.inboxes.values():

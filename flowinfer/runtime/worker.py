@@ -25,7 +25,7 @@ from flowinfer.message import (
 )
 from flowinfer.runtime.events import SUPERVISOR, Heartbeat, Opening, Stop
 from flowinfer.runtime.group import Group, Host
-from flowinfer.runtime.inbox import Debt, Grants, Inbox
+from flowinfer.runtime.inbox import Account, Debt, Grants, Inbox
 from flowinfer.runtime.loading import Loader
 from flowinfer.runtime.outbox import Outbox
 from flowinfer.runtime.stage_run import StageRun
@@ -168,21 +168,21 @@ class Worker(Group):
 
     def _deliver(self, header: Header, messages: list[Message]) -> None:
         edge, inbox, held = self.inputs[header.edge]
-        debt = Debt(edge.name, header.sender, header.lane, header.cost)
-        self.grants.use(debt, len(messages))
+        account = self.grants.account(edge.name, header.sender, header.lane)
         if hasattr(messages[0], "id"):
-            messages = self._admit(messages, debt)
+            messages = self._admit(messages, account, header.cost)
         if messages:
-            inbox.receive(messages, debt, held)
+            inbox.receive(messages, account, header.cost, held)
 
-    def _admit(self, messages: list[Message], debt: Debt) -> list[Message]:
+    def _admit(self, messages: list[Message], account: Account, cost: int) -> list[Message]:
         """Refuses messages of closed requests, returns the others, and notes that they are here now."""
         alive: list[Message] = []
         for message in messages:
             request: str = message.id  # type: ignore[attr-defined]
             if request in self.closed:
                 self.refuse(message, "closed")
-                self.settle((debt._replace(ids=(request,)),))
+                account.used += cost
+                self.settle((Debt(account, cost, (request,)),))
             else:
                 alive.append(message)
                 self.open_requests[request] = None

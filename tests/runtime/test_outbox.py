@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from flowinfer.graph.plan import EdgePlan
 from flowinfer.message import Message, Prompt, Sampling
 from flowinfer.runtime.dispatch import rendezvous
-from flowinfer.runtime.inbox import BACK_AFTER_S, Debt, Grants, Inbox
+from flowinfer.runtime.inbox import BACK_AFTER_S, Account, Debt, Grants, Inbox
 from flowinfer.runtime.outbox import Outbox
 
 EDGE = EdgePlan(name="a -> b", source="a", target="b", message="Prompt", port="prompts", capacity=8)
@@ -210,9 +210,7 @@ def test_credit_is_never_overdrawn_and_nothing_is_lost(data: st.DataObject) -> N
 def test_credit_returns_when_messages_are_taken_and_in_one_event() -> None:
     grants, inbox = Grants(), Inbox()
     grants.share("a -> b", 100)
-    debt = Debt("a -> b", "a.0", "", 1)
-    inbox.receive([prompt("r0"), prompt("r1")], debt)
-    grants.use(debt, 2)
+    inbox.receive([prompt("r0"), prompt("r1")], grants.account("a -> b", "a.0", ""), 1)
     _, debts = inbox.take()
     for settled in debts:
         grants.settle(settled, now=5.0)
@@ -224,17 +222,16 @@ def test_credit_returns_when_messages_are_taken_and_in_one_event() -> None:
 def test_half_a_share_returns_at_once() -> None:
     grants = Grants()
     grants.share("a -> b", 4)
-    grants.use(Debt("a -> b", "a.0", "", 1), 2)
-    grants.settle(Debt("a -> b", "a.0", "", 2), now=5.0)
+    account = grants.account("a -> b", "a.0", "")
+    account.used = 2
+    grants.settle(Debt(account, 2), now=5.0)
     assert grants.collect(5.0)[0][1].amount == 2
 
 
 def test_a_new_generation_gets_what_its_predecessors_messages_do_not_hold() -> None:
     grants, inbox = Grants(), Inbox()
     grants.share("a -> b", 10)
-    debt = Debt("a -> b", "a.0", "", 3)
-    inbox.receive([prompt("r0")], debt, held_port="prompts")
-    grants.use(debt, 1)
+    inbox.receive([prompt("r0")], grants.account("a -> b", "a.0", ""), 3, held_port="prompts")
     grants.forget("a.0")
     assert [credit.amount for credit in grants.opening("a -> b", "a.0", ("",))] == [7]
     grants.settle(inbox.held.pop(("prompts", "r0")), now=1.0)
@@ -245,7 +242,7 @@ def test_a_new_generation_gets_what_its_predecessors_messages_do_not_hold() -> N
 @pytest.mark.parametrize("held", ["", "prompts"])
 def test_cancelled_messages_settle_their_debt(held: str) -> None:
     inbox = Inbox()
-    inbox.receive([prompt("r0")], Debt("a -> b", "a.0", "", 3), held)
+    inbox.receive([prompt("r0")], Account("a -> b", "a.0", "", 5.0), 3, held)
     dropped, debts = inbox.cancel({"r0"})
     assert [m.id for m in dropped] == ["r0"] and [debt.amount for debt in debts] == [3]  # type: ignore[attr-defined]
     assert not inbox.held and not inbox.debts
