@@ -175,11 +175,11 @@ class Codec:
 
     def _decode_ext(self, code: int, data: memoryview) -> NDArray[Any]:
         if code == _IDS:
-            return np.frombuffer(data, _INT32).copy() if len(data) else np.empty(0, _INT32)
+            # bytearray: a copy that is aligned and writable, in a third of the time of ndarray.copy.
+            return np.frombuffer(bytearray(data), _INT32) if data else np.empty(0, _INT32)
         if code == _INLINE:
             dtype, shape, start = _read_shape(data, 0)
-            # Copied: the bytes inside a frame are neither aligned nor writable.
-            return _view(data[start:], dtype, shape).copy()
+            return _view(memoryview(bytearray(data[start:])), dtype, shape)
         if code == _BESIDE:
             (index,) = _INDEX.unpack_from(data)
             dtype, shape, _ = _read_shape(data, _INDEX.size)
