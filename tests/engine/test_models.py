@@ -274,21 +274,18 @@ def test_smollm2_has_the_known_perplexity(smollm2: Path, dtype: str, tolerance: 
 @pytest.mark.model
 def test_smollm2_sliced_into_experts_is_the_dense_model(smollm2: Path, tmp_path: Path) -> None:
     """Four experts over disjoint channels, all chosen with weight 1/4, down projections times four: the dense FFN."""
-    _slice_into_experts(smollm2, tmp_path, layers=6)
-    dense, sparse = (load_model(path, dtype="float32", device="cpu") for path in (tmp_path / "dense", tmp_path / "moe"))
+    _slice_into_experts(smollm2, tmp_path)
+    dense, sparse = (load_model(path, dtype="float32", device="cpu") for path in (smollm2, tmp_path))
     ids = next(iter(KNOWN["answers"].values()))["prompt_ids"]
     got, want = Runner(sparse).step({0: ids})[0], Runner(dense).step({0: ids})[0]
     _close(got, want, 2e-4)
 
 
-def _slice_into_experts(source: Path, folder: Path, *, layers: int | None = None) -> None:
-    """Writes folder/dense (the first layers of source) and folder/moe (the same function as a Mixtral)."""
+def _slice_into_experts(source: Path, folder: Path) -> None:
+    """Writes the same function as a Mixtral, in the same dtype: four times a bfloat16 is exact."""
     config = json.loads((source / "config.json").read_text())
-    layers = layers or config["num_hidden_layers"]
-    tensors = {name: t.float() for name, t in load_file(source / "model.safetensors").items()}
-    kept = {n: t for n, t in tensors.items() if ".layers." not in n or int(n.split(".")[2]) < layers}
     experts = {}
-    for name, tensor in kept.items():
+    for name, tensor in load_file(source / "model.safetensors").items():
         if ".mlp." not in name:
             experts[name] = tensor
             continue
@@ -297,10 +294,7 @@ def _slice_into_experts(source: Path, folder: Path, *, layers: int | None = None
         part = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}[name.split(".")[-2]]
         pieces = (4 * tensor).chunk(4, 1) if part == "w2" else tensor.chunk(4, 0)
         experts |= {f"{block}.experts.{i}.{part}.weight": piece.clone() for i, piece in enumerate(pieces)}
-    config["num_hidden_layers"] = layers
-    moe = {"architectures": ["MixtralForCausalLM"], "num_local_experts": 4, "num_experts_per_tok": 4}
-    moe["intermediate_size"] = config["intermediate_size"] // 4
-    for kind, settings, weights in (("dense", {}, kept), ("moe", moe, experts)):
-        (folder / kind).mkdir()
-        (folder / kind / "config.json").write_text(json.dumps(config | settings))
-        save_file(weights, folder / kind / "model.safetensors")
+    config |= {"architectures": ["MixtralForCausalLM"], "num_local_experts": 4, "num_experts_per_tok": 4}
+    config["intermediate_size"] //= 4
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file(experts, folder / "model.safetensors")
