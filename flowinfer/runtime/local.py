@@ -68,7 +68,8 @@ class LocalApi(Stage):
             return
         if piece.finish is not None:
             del self._sinks[piece.id]
-            self.ctx.send(Ended(ids=[piece.id]))
+            stopped_by_text = isinstance(piece.finish.stop, str)
+            self.ctx.send(Cancel(ids=[piece.id]) if stopped_by_text else Ended(ids=[piece.id]))
         sink(piece)
 
     def observe(self, event: Event) -> None:

@@ -45,8 +45,11 @@ class StartError(FlowInferError):
 class Supervisor:
     """One running service. `run` returns when it has stopped; everything it made is gone by then."""
 
-    def __init__(self, plan: Plan, *, say: Say = print, ready: Callable[[str], None] | None = None) -> None:
+    def __init__(
+        self, plan: Plan, *, say: Say = print, ready: Callable[[str], None] | None = None, hung_s: float = HUNG_S
+    ) -> None:
         self.plan = plan
+        self.hung_s = hung_s
         self._say = say
         self._ready = ready
         self._signals = 0
@@ -148,8 +151,8 @@ class Supervisor:
                 self._spawn(child)
         elif not child.alive:
             self._bury(child, now)
-        elif child.state == "ready" and now - child.beat_at > HUNG_S:
-            self._say(f"Worker {child.name} hasn't answered for {HUNG_S:.0f} s: ending it.")
+        elif child.state == "ready" and now - child.beat_at > self.hung_s:
+            self._say(f"Worker {child.name} hasn't answered for {self.hung_s:.0f} s: ending it.")
             child.kill()
         elif child.state == "starting" and now - child.started_at > LOADING_S:
             self._say(f"Worker {child.name} hasn't opened stage {child.opening!r} in {LOADING_S:.0f} s: ending it.")

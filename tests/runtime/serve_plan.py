@@ -1,4 +1,4 @@
-"""Runs a supervisor on a plan in JSON: `python serve_plan.py PLAN`. Says on stdout what the supervisor says."""
+"""Runs a supervisor on a plan in JSON: `python serve_plan.py PLAN HUNG_S`. Says on stdout what the supervisor says."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ def say(line: str) -> None:
 
 
 def main() -> None:
+    hung_s = float(sys.argv[2])
     plan = msgspec.json.decode(Path(sys.argv[1]).read_bytes(), type=Plan)
     try:
-        Supervisor(plan, say=say, ready=lambda address: say(f"READY {address}")).run()
+        Supervisor(plan, say=say, ready=lambda address: say(f"READY {address}"), hung_s=hung_s).run()
     except FlowInferError as error:
         say(f"ERROR {error}")
         sys.exit(1)

@@ -32,7 +32,7 @@ def until(claim: Callable[[], bool], what: str) -> None:
 class Service:
     """A supervisor in a process of its own."""
 
-    def __init__(self, plan: Plan, folder: Path) -> None:
+    def __init__(self, plan: Plan, folder: Path, hung_s: float) -> None:
         self.file = folder / "notes.txt"
         self.file.touch()
         self.log = folder / "log.txt"
@@ -40,7 +40,7 @@ class Service:
         (folder / "plan.json").write_bytes(msgspec.json.encode(plan))
         path = os.pathsep.join([str(HERE), str(HERE.parents[1]), os.environ.get("PYTHONPATH", "")])
         self.process = subprocess.Popen(
-            [sys.executable, str(HERE / "serve_plan.py"), str(folder / "plan.json")],
+            [sys.executable, str(HERE / "serve_plan.py"), str(folder / "plan.json"), str(hung_s)],
             stdout=self.log.open("wb"),
             stderr=subprocess.STDOUT,
             env=os.environ | {"PYTHONPATH": path, "TMPDIR": str(folder)},
@@ -76,12 +76,15 @@ class Service:
         until(lambda: not self.leftovers(), f"nothing left, but {self.leftovers()}")
 
 
+Start = Callable[..., Service]
+
+
 @pytest.fixture
-def start(tmp_path: Path) -> Iterator[Callable[[Plan], Service]]:
+def start(tmp_path: Path) -> Iterator[Start]:
     started: list[Service] = []
 
-    def begin(plan: Plan) -> Service:
-        started.append(Service(plan, tmp_path))
+    def begin(plan: Plan, hung_s: float = 60.0) -> Service:
+        started.append(Service(plan, tmp_path, hung_s))
         return started[-1]
 
     yield begin
@@ -137,7 +140,7 @@ def loaded(tmp: Path, **door: object) -> Plan:
 
 
 def test_a_fast_producer_loses_nothing_and_waits_for_its_consumers(
-    start: Callable[[Plan], Service], tmp_path: Path
+    start: Start, tmp_path: Path
 ) -> None:
     notes, count = str(tmp_path / "notes.txt"), 3_000
     plan = plan_of(
@@ -162,7 +165,7 @@ def test_a_fast_producer_loses_nothing_and_waits_for_its_consumers(
 
 @pytest.mark.parametrize("victim", ["front.0", "middle.0", "back.0"])
 def test_a_killed_worker_fails_what_it_held_and_comes_back(
-    start: Callable[[Plan], Service], tmp_path: Path, victim: str
+    start: Start, tmp_path: Path, victim: str
 ) -> None:
     service = start(loaded(tmp_path))
     service.wait_ready()
@@ -181,7 +184,7 @@ def test_a_killed_worker_fails_what_it_held_and_comes_back(
     assert service.process.returncode == 0, service.log.read_text()
 
 
-def test_requests_on_their_way_to_a_dead_worker_fail_at_once(start: Callable[[Plan], Service], tmp_path: Path) -> None:
+def test_requests_on_their_way_to_a_dead_worker_fail_at_once(start: Start, tmp_path: Path) -> None:
     service = start(loaded(tmp_path, calls=4, gate=str(tmp_path / "gate")))
     service.wait_ready()
     os.kill(service.workers()["middle.0"].pid, signal.SIGSTOP)  # what is sent now isn't taken
@@ -195,7 +198,7 @@ def test_requests_on_their_way_to_a_dead_worker_fail_at_once(start: Callable[[Pl
     assert done <= set(service.lines("failed"))
 
 
-def test_a_drain_lets_open_requests_finish(start: Callable[[Plan], Service], tmp_path: Path) -> None:
+def test_a_drain_lets_open_requests_finish(start: Start, tmp_path: Path) -> None:
     service = start(loaded(tmp_path, calls=3, gate=str(tmp_path / "gate")))
     service.wait_ready()
     until(lambda: len(service.lines("made")) == 3, "three requests are open")
@@ -208,7 +211,7 @@ def test_a_drain_lets_open_requests_finish(start: Callable[[Plan], Service], tmp
     assert len(service.lines("answered")) == 3 and service.lines("closed") == ["closed 0"]
 
 
-def test_a_second_signal_stops_at_once(start: Callable[[Plan], Service], tmp_path: Path) -> None:
+def test_a_second_signal_stops_at_once(start: Start, tmp_path: Path) -> None:
     service = start(loaded(tmp_path, calls=3, gate=str(tmp_path / "never")))
     service.wait_ready()
     until(lambda: len(service.lines("made")) == 3, "three requests are open")
@@ -219,7 +222,19 @@ def test_a_second_signal_stops_at_once(start: Callable[[Plan], Service], tmp_pat
     assert service.lines("answered") == []
 
 
-def test_nothing_outlives_a_killed_supervisor(start: Callable[[Plan], Service], tmp_path: Path) -> None:
+def test_a_worker_that_hangs_is_ended_and_comes_back(start: Start, tmp_path: Path) -> None:
+    service = start(loaded(tmp_path), hung_s=3.0)
+    service.wait_ready()
+    hung = service.workers()["middle.0"]
+    hung.suspend()
+    until(lambda: "middle.0" in service.workers() and service.workers()["middle.0"].pid != hung.pid, "a new process")
+    until(lambda: "Worker middle.0 is back." in service.log.read_text(), "back")
+    assert "Worker middle.0 hasn't answered for 3 s" in service.log.read_text()
+    before = len(service.lines("answered"))
+    until(lambda: len(service.lines("answered")) > before + 50, "requests go round again")
+
+
+def test_nothing_outlives_a_killed_supervisor(start: Start, tmp_path: Path) -> None:
     service = start(loaded(tmp_path))
     service.wait_ready()
     until(lambda: len(service.lines("answered")) > 20, "requests go round")
@@ -228,7 +243,7 @@ def test_nothing_outlives_a_killed_supervisor(start: Callable[[Plan], Service], 
     service.wait_gone()
 
 
-def test_a_start_up_failure_names_stage_place_and_cause(start: Callable[[Plan], Service], tmp_path: Path) -> None:
+def test_a_start_up_failure_names_stage_place_and_cause(start: Start, tmp_path: Path) -> None:
     notes = str(tmp_path / "notes.txt")
     plan = plan_of(
         [stage("source", "Source", "front", file=notes), stage("broken", "Broken", "back")],
@@ -242,7 +257,7 @@ def test_a_start_up_failure_names_stage_place_and_cause(start: Callable[[Plan], 
     assert words in service.log.read_text()
 
 
-def test_a_worker_that_dies_while_it_opens_is_named(start: Callable[[Plan], Service], tmp_path: Path) -> None:
+def test_a_worker_that_dies_while_it_opens_is_named(start: Start, tmp_path: Path) -> None:
     notes = str(tmp_path / "notes.txt")
     plan = plan_of(
         [stage("source", "Source", "front", file=notes), stage("dying", "Dying", "back")],
@@ -254,7 +269,7 @@ def test_a_worker_that_dies_while_it_opens_is_named(start: Callable[[Plan], Serv
     assert "ended by SIGKILL (out of memory?) while it opened stage 'dying'" in service.log.read_text()
 
 
-def test_a_port_in_use_says_by_whom(start: Callable[[Plan], Service], tmp_path: Path) -> None:
+def test_a_port_in_use_says_by_whom(start: Start, tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         plan = msgspec.structs.replace(loaded(tmp_path), serve=ServePlan(port=port))
