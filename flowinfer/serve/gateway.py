@@ -228,7 +228,8 @@ class Gateway(Stage):
             self._record.piece(self.ledger, entry, piece, now)
             if piece.finish is not None:
                 self.ledger.close(piece.id)
-                self._ended.append(piece.id)
+                # A stop string is found in the text, behind the model's back: what still runs has to be told.
+                (self._cancelled if isinstance(piece.finish.stop, str) else self._ended).append(piece.id)
                 self._record.finished(entry, piece.finish, now)
             entry.sink(piece)
 

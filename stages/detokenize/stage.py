@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from typing import TYPE_CHECKING
 
-from flowinfer.message import Cancel, Ended, Event, Message, Piece, Text, TextLogprob, TokenLogprob, Tokens
+from flowinfer.message import Ended, Event, Message, Piece, Text, TextLogprob, TokenLogprob, Tokens
 from flowinfer.stage import Contract, ModelUse, Stage, StageConfig
 from flowinfer.stages.detokenize.policy import Stream
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class Detokenize(Stage):
-    """Streams whole characters and cuts at stop strings; a sequence that a stop string ends is cancelled upstream."""
+    """Streams whole characters and cuts at stop strings, whose last piece makes the gateway cancel the work."""
 
     class Config(StageConfig):
         model: str = ""
@@ -39,12 +39,7 @@ class Detokenize(Stage):
         self._streams: dict[str, Stream] = {}
 
     def step(self, tokens: list[Tokens]) -> Iterable[Text]:
-        cut: list[str] = []
-        texts = [text for batch in tokens if (text := self._text(batch, cut)).pieces]
-        if cut:
-            # A turn later: a Cancel closes the ids, and this step's last pieces must reach the gateway before it.
-            self.ctx.call_at(self.ctx.clock.now(), lambda: self.ctx.send(Cancel(ids=cut)))
-        return texts
+        return [text for batch in tokens if (text := self._text(batch)).pieces]
 
     def cancel(self, requests: Collection[str]) -> None:
         for request in requests:
@@ -60,7 +55,7 @@ class Detokenize(Stage):
         """Sequences whose text isn't at its end."""
         return len(self._streams)
 
-    def _text(self, batch: Tokens, cut: list[str]) -> Text:
+    def _text(self, batch: Tokens) -> Text:
         streams = self._streams
         for opening in batch.opened:
             streams[opening.id] = Stream(opening, self._glyphs)
@@ -78,8 +73,6 @@ class Detokenize(Stage):
                 pieces.append(piece)
                 if piece.finish is not None:
                     del streams[request]
-                    if finish is None:
-                        cut.append(request)
         return Text(step=batch.step, pieces=pieces)
 
     def _logprob(self, entry: TokenLogprob) -> TextLogprob:

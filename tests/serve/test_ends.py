@@ -11,7 +11,7 @@ import httpx
 import openai
 import pytest
 
-from flowinfer.message import Cancel, Drain, Ended, Failure, Moved, WorkerDown, WorkerUp
+from flowinfer.message import Cancel, Drain, Ended, Failure, Finish, Moved, Piece, WorkerDown, WorkerUp
 from flowinfer.serve import app, asgi
 
 ASK: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}]}
@@ -62,6 +62,14 @@ def test_the_end_is_told_to_the_workers(service: Any) -> None:
     assert asked.result().status_code == 200
     service.wait_sent(Ended, call.id)
     assert not service.was_sent(Cancel, call.id)
+
+
+def test_a_stop_string_in_the_text_cancels_what_the_model_still_does(service: Any) -> None:
+    asked = Background(service, stop="##")
+    call = service.next_call()
+    service.put(Piece(id=call.id, text="hi", finish=Finish(reason="stop", completion_tokens=3, stop="##")))
+    assert asked.result().json()["choices"][0]["finish_reason"] == "stop"
+    service.wait_sent(Cancel, call.id)
 
 
 def test_what_comes_after_the_end_is_ignored(service: Any) -> None:
