@@ -160,7 +160,7 @@ def _pip_download(requirement: str, downloads: Path, report: Report) -> str:
 
 @contextmanager
 def _pip_python() -> Iterator[tuple[str, str]]:
-    """A Python that has pip (this one, or a passing environment with the copy that Python carries) and its kind of bar."""
+    """A Python that has pip (this one, or a passing environment with the copy in Python) and the bar that it knows."""
     if importlib.util.find_spec("pip"):
         major, minor = importlib.metadata.version("pip").split(".")[:2]
         yield sys.executable, "raw" if (int(major), int(minor)) >= (24, 1) else "off"
