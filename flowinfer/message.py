@@ -21,7 +21,7 @@ else:
 FinishReason = Literal["stop", "length", "abort"]
 
 
-class Message(msgspec.Struct, array_like=True, kw_only=True):
+class Message(msgspec.Struct, array_like=True, kw_only=True, gc=False):  # never in cycles: halves the cost of decoding
     """Base of all that travels. `local` messages hold references to device memory and never leave their worker."""
 
     local: ClassVar[bool] = False

@@ -1,7 +1,8 @@
 """What an edge costs: the framework's, between two processes and inside one, against bare ZeroMQ of the same shape.
 
-Run: python tests/bench/bench_edge.py. Prints medians of one run; the bar is 1.3x for edges between processes and 2 us
-for edges inside one. Both sides send the same message (Tokens of one sequence) over ipc, and both encode and decode it.
+Run: python tests/bench/bench_edge.py. Prints the best of the medians of several repeats; the bar is 1.3x for edges
+between processes and 2 us for edges inside one. Both sides send the same message (Tokens of one sequence) over ipc, and
+both encode and decode it.
 """
 
 from __future__ import annotations
@@ -30,9 +31,9 @@ from flowinfer.runtime.local import LocalService
 from flowinfer.runtime.worker import Worker
 from flowinfer.stage import Stage
 
-ROUNDS = 3_000
-MESSAGES = 100_000
-REPEATS = 5
+ROUNDS = 1_500
+MESSAGES = 50_000
+REPEATS = 8
 
 
 def tokens(step: int) -> Tokens:
@@ -249,8 +250,9 @@ def main() -> None:
         with tempfile.TemporaryDirectory(prefix="fi") as one, tempfile.TemporaryDirectory(prefix="fi") as two:
             pairs.append((bare(one), framework(two)))
     for index, what in enumerate(("round trip", "one way")):
-        plain = statistics.median(pair[0][index] for pair in pairs)
-        ours = statistics.median(pair[1][index] for pair in pairs)
+        # The best of the repeats of each: what else runs on the machine only ever adds.
+        plain = min(pair[0][index] for pair in pairs)
+        ours = min(pair[1][index] for pair in pairs)
         print(f"{what:<12} bare {plain:8.2f} us   edge {ours:8.2f} us   ratio {ours / plain:5.2f}  (bar 1.30)")
     for batch in (1, 64):
         print(f"in a worker  {batch:>3} messages a turn: {inside(batch=batch):6.2f} us a message and edge  (bar 2.00)")
