@@ -30,3 +30,11 @@ def test_over_http_in_three_processes(smollm2: Path) -> None:
     with service("prod.yaml", *settings) as running:
         outcomes = list(run_over_http(path, f"http://127.0.0.1:{running.port}"))
     assert {o.case.name: o.problems for o in outcomes if o.problems} == {}
+
+
+def test_kv_travels_as_frames_where_memory_isnt_shared(smollm2: Path) -> None:
+    settings = ("stages.prefill.with.dtype=float32", "stages.transfer.with.transport=tcp")
+    path = ROOT / "pipelines" / "prod_test.yaml"
+    with service("prod.yaml", *settings) as running:
+        outcomes = list(run_over_http(path, f"http://127.0.0.1:{running.port}"))
+    assert {o.case.name: o.problems for o in outcomes if o.problems} == {}
