@@ -1,6 +1,7 @@
 """Host work of a decode step at batch 64: everything that one turn of the loop does except the model's forward pass.
 
-Run: python tests/bench/bench_host.py [--batch 64]. All eight stages in this process, greedy, no drafts; bar: 1 ms. It is scheduling, batch arrays, sampling, stops, detokenizing and messages; it is printed by stage.
+Run: python tests/bench/bench_host.py [--batch 64]. All eight stages in this process, greedy, no drafts; bar: 1 ms. What
+remains is scheduling, batch arrays, sampling, stops, detokenizing and messages; it is printed by stage.
 """
 
 from __future__ import annotations
