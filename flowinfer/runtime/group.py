@@ -21,6 +21,7 @@ from flowinfer.runtime.closed import ClosedRequests
 from flowinfer.runtime.context import StageContext
 from flowinfer.runtime.inbox import Debt
 from flowinfer.runtime.loading import Loader, make_config, stage_error
+from flowinfer.runtime.outbox import Outbox
 from flowinfer.runtime.stage_run import FusedEdge, Put, StageRun, request_ids
 from flowinfer.stage import Arena, Clock
 
@@ -69,6 +70,7 @@ class Group:
         self._pool: ThreadPoolExecutor | None = None
         self._done: deque[tuple[StageRun, Work]] = deque()
         self._events: deque[Event] = deque()
+        self._unsent: list[Outbox] = []  # outboxes to flush
         self._listeners: dict[type[Event], list[StageRun]] = {}
         self.runs = [self._make(stage, load) for stage in stages]
         self.by_name = {run.name: run for run in self.runs}
@@ -130,7 +132,24 @@ class Group:
             self._work(timed, work)
         for run in self.runs:
             if run.runnable:
+                if self._unsent:
+                    self.flush()  # the next step may take long
                 self._step(run)
+        self.end_turn()
+
+    def end_turn(self) -> None:
+        """Sends what the last stage gave, as the last act before the loop waits.
+
+        ZeroMQ's own thread often runs on the core of this one: what is done after a send holds the message up.
+        """
+        if self._unsent:
+            self.flush()
+
+    def flush(self) -> None:
+        """Sends what outboxes have credit for."""
+        unsent, self._unsent = self._unsent, []
+        for outbox in unsent:
+            outbox.flush()
 
     def wait_s(self) -> float | None:
         """How long nothing will happen by itself: 0 when there is work, None without any limit."""
@@ -155,8 +174,7 @@ class Group:
         run.num_steps += 1
         if debts:
             self.settle(debts)
-        for outbox in run.outboxes:
-            outbox.flush()
+        self._unsent += run.outboxes
 
     def _route(self, run: StageRun, messages: Iterable[Message]) -> None:
         routes = run.routes
@@ -211,8 +229,7 @@ class Group:
                 raise
             log.exception("%s: stage %s broke in its background work", self.name, run.name)
         if run is not None:
-            for outbox in run.outboxes:
-                outbox.flush()
+            self._unsent += run.outboxes
 
     # -- events --------------------------------------------------------------------------------------------------------
 

@@ -93,8 +93,11 @@ class Worker(Group):
             if data:
                 self._take_data(data)
             self.turn()
-            if self.grants.next_at < math.inf:
-                self._return_credit()
+
+    def end_turn(self) -> None:
+        if self.grants.next_at < math.inf:
+            self._return_credit()
+        super().end_turn()
 
     def _patience(self) -> float | None:
         wait = self.wait_s()

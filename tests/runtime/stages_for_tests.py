@@ -232,3 +232,27 @@ class Dying(Stage):
 
     def step(self, prompts: list[Prompt]) -> Iterable[Prompt]:
         return prompts
+
+
+class SlowSink(Sink):
+    """Takes as many messages a second as it is told to, by holding each until its time."""
+
+    class Config(StageConfig):
+        file: str = ""
+        messages_per_s: float = 100.0
+
+        def contract(self) -> Contract:
+            return Contract(held=frozenset({"prompts"}))
+
+    def open(self) -> None:
+        self.next_at = self.ctx.clock.now()
+
+    def step(self, prompts: list[Prompt]) -> Iterable[Prompt]:
+        for prompt in prompts:
+            self.next_at = max(self.next_at, self.ctx.clock.now()) + 1 / self.config.messages_per_s
+            self.ctx.call_at(self.next_at, lambda prompt=prompt: self._take(prompt))  # type: ignore[misc]
+        return ()
+
+    def _take(self, prompt: Prompt) -> None:
+        write(self.config.file, f"got {prompt.id} {int(prompt.tokens.sum())}")
+        self.ctx.give_back("prompts", prompt.id)

@@ -139,9 +139,7 @@ def loaded(tmp: Path, **door: object) -> Plan:
     )
 
 
-def test_a_fast_producer_loses_nothing_and_waits_for_its_consumers(
-    start: Start, tmp_path: Path
-) -> None:
+def test_a_fast_producer_loses_nothing_and_waits_for_its_consumers(start: Start, tmp_path: Path) -> None:
     notes, count = str(tmp_path / "notes.txt"), 3_000
     plan = plan_of(
         [
@@ -164,9 +162,7 @@ def test_a_fast_producer_loses_nothing_and_waits_for_its_consumers(
 
 
 @pytest.mark.parametrize("victim", ["front.0", "middle.0", "back.0"])
-def test_a_killed_worker_fails_what_it_held_and_comes_back(
-    start: Start, tmp_path: Path, victim: str
-) -> None:
+def test_a_killed_worker_fails_what_it_held_and_comes_back(start: Start, tmp_path: Path, victim: str) -> None:
     service = start(loaded(tmp_path))
     service.wait_ready()
     until(lambda: len(service.lines("answered")) > 100, "requests go round")
@@ -294,3 +290,26 @@ def test_the_folder_of_a_dead_service_is_swept(tmp_path: Path) -> None:
     assert not dead.exists() and living.path.exists()
     assert left.wait(10) == -signal.SIGKILL
     living.remove()
+
+
+@pytest.mark.slow
+def test_memory_stays_flat_for_half_a_minute_of_a_producer_that_is_ten_times_faster(
+    start: Start, tmp_path: Path
+) -> None:
+    notes = str(tmp_path / "notes.txt")
+    plan = plan_of(
+        [
+            stage("source", "Source", "front", count=10_000_000, file=notes, tokens=8_000),
+            stage("slow", "SlowSink", "back", file=notes, messages_per_s=100),
+        ],
+        [edge("source", "slow", "Prompt", "prompts")],
+        tmp_path,
+    )
+    service = start(plan)
+    service.wait_ready()
+    until(lambda: len(service.lines("got")) >= 500, "five seconds of messages")
+    before = {name: process.memory_info().rss for name, process in service.workers().items()}
+    until(lambda: len(service.lines("got")) >= 3_000, "half a minute of messages")
+    after = {name: process.memory_info().rss for name, process in service.workers().items()}
+    assert all(after[name] < before[name] + 8e6 for name in before)
+    assert [line.split()[1] for line in service.lines("got")[:3_000]] == [f"r{i}" for i in range(1, 3_001)]
