@@ -10,10 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from flowinfer.engine.layout import KVLayout
-from flowinfer.graph.plan import Plan, WorkerPlan
+from flowinfer.errors import FlowInferError
+from flowinfer.graph.plan import Plan, StagePlan, WorkerPlan
 from flowinfer.runtime.boot import ArenaRange
-from flowinfer.runtime.loading import Loader, make_config
-from flowinfer.stage import Arena
+from flowinfer.runtime.loading import Loader, make_config, stage_error
+from flowinfer.stage import Arena, ModelUse
 
 DEFAULT_KV_BYTES = 512 << 20  # per worker instance where the file names no size
 
@@ -35,12 +36,19 @@ def model_layouts(plan: Plan, load: Loader) -> dict[str, list[KVLayout]]:
             cls = load(stage)
             model = make_config(cls, stage).contract().model
             if model is not None and model.weights:
-                from flowinfer.engine import hub
-
-                layout = hub.describe(hub.resolve(model.model)).layout(model.dtype)
+                layout = _layout(stage, model)
                 if layout not in found.setdefault(name, []):
                     found[name].append(layout)
     return found
+
+
+def _layout(stage: StagePlan, model: ModelUse) -> KVLayout:
+    from flowinfer.engine import hub
+
+    try:
+        return hub.describe(hub.resolve(model.model)).layout(model.dtype)
+    except FlowInferError as error:
+        raise stage_error(stage, error) from error
 
 
 def make_arenas(plan: Plan, layouts: Mapping[str, list[KVLayout]]) -> Ranges:

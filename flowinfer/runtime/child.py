@@ -40,7 +40,7 @@ class Child:
     beat_at: float = 0.0
     restart_at: float = 0.0
     backoff_s: float = FIRST_BACKOFF_S
-    open_requests: int = 0
+    drained: bool = False
     leases: dict[str, list[int]] = field(default_factory=dict)
     lease_answers: set[str] = field(default_factory=set)
     process: subprocess.Popen[bytes] | None = None

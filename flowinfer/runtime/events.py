@@ -22,9 +22,10 @@ class Ready(Event):
 
 
 class Heartbeat(Event):
-    """The worker's loop turns. open_requests: requests admitted and not ended, in the front worker."""
+    """The worker's loop turns. open_requests: requests that it holds; draining: it knows that no more will come."""
 
     open_requests: int = 0
+    draining: bool = False
 
 
 class Stop(Event):

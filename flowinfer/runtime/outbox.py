@@ -35,6 +35,7 @@ class Outbox:
         self.edge = edge
         self.waiting = 0
         self.num_sent = 0
+        self.bytes_sent = 0
         self.wait_s = 0.0  # time in which something waited for credit
         self.dispatch = dispatch or make_dispatch(edge)
         self.consumers: dict[str, Consumer] = {}

@@ -28,6 +28,7 @@ def samples(worker: Worker) -> list[Sample]:
 def _edges(worker: Worker) -> Iterator[Sample]:
     for name, outbox in worker.outputs.items():
         yield "edge_messages_total", {"edge": name}, float(outbox.num_sent)
+        yield "edge_bytes_total", {"edge": name}, float(outbox.bytes_sent)
         yield "edge_queue_messages", {"edge": name}, float(outbox.waiting)
         yield "edge_credit_wait_seconds_total", {"edge": name}, outbox.wait_s
         for lane in outbox.edge.lanes:

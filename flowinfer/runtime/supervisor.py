@@ -68,10 +68,13 @@ class Supervisor:
         with contextlib.ExitStack() as stack:
             self.listener = stack.enter_context(listen(self.plan.serve)) if API in self.plan.stages else None
             self._arenas = make_arenas(self.plan, self._layouts)
+            for fd in {arena.fd for ranges in self._arenas.values() for arena in ranges}:
+                stack.callback(os.close, fd)
             self.run_dir = RunDir()
             stack.callback(self.run_dir.remove)
             self._life_fd, life = os.pipe()  # its writing end closes when this process dies, however it dies
             stack.callback(os.close, life)
+            stack.callback(os.close, self._life_fd)
             self.channel = Channel(SUPERVISOR, epoch=self.plan.epoch, keys=load_keys(self.plan.network))
             stack.callback(self.channel.close)
             self._endpoints = bind(self.channel, self.plan.network, self.run_dir.path)
@@ -107,11 +110,10 @@ class Supervisor:
         self._say("Draining; press Ctrl-C again to stop now.")
         deadline = time.monotonic() + self.plan.serve.drain_timeout_s
         front = self.children.get(self._front)
-        drained_at = time.monotonic()
         self._tell_all(Drain())
         while self._signals < 2 and time.monotonic() < deadline and front is not None and front.state == "ready":
             self._pump(min(TICK_S, deadline - time.monotonic()))
-            if front.open_requests == 0 and front.beat_at > drained_at:
+            if front.drained:
                 return
 
     def _stop(self) -> None:
@@ -163,7 +165,7 @@ class Supervisor:
         if child is None or header.generation != child.generation or child.state == "down":
             return
         if isinstance(event, Heartbeat):
-            child.beat_at, child.open_requests = time.monotonic(), event.open_requests
+            child.beat_at, child.drained = time.monotonic(), event.draining and not event.open_requests
         elif isinstance(event, Opening):
             child.opening = event.stage
             self._say(f"{child.name}: opening {event.stage}")
@@ -216,7 +218,10 @@ class Supervisor:
         """Threads as the file says; 0 shares the cores among the workers that run models."""
         asked = self.plan.workers[worker].threads
         engines = sum(self.plan.workers[name].replicas for name in self._layouts)
-        return asked or max(1, len(os.sched_getaffinity(0)) // max(1, engines) if worker in self._layouts else 1)
+        if asked or worker not in self._layouts:
+            return asked or 1
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        return max(1, cores // engines)
 
     def _welcome(self, child: Child, ready: Ready) -> None:
         if ready.schema != schema_digest():

@@ -62,7 +62,7 @@ class Worker(Group):
         self.num_unsent = 0
         self._dead: dict[str, int] = {}  # last generation of each worker that died
         self._moved: list[str] = []
-        self._stopping = False
+        self._draining = self._stopping = False
         stages = [plan.stages[stage] for stage in plan.workers[worker].stages]
         super().__init__(plan, stages, host, load, name=channel.name, generation=channel.generation, clock=clock)
 
@@ -118,13 +118,14 @@ class Worker(Group):
         self.call_at(None, self.clock.now() + HEARTBEAT_S, self._beat)
 
     def _tell_open(self) -> None:
-        self.channel.send_event(SUPERVISOR, Heartbeat(open_requests=len(self.open_requests)))
+        beat = Heartbeat(open_requests=len(self.open_requests), draining=self._draining)
+        self.channel.send_event(SUPERVISOR, beat)
 
     # -- sending -------------------------------------------------------------------------------------------------------
 
     def _send(self, instance: str, edge: EdgePlan, lane: str, messages: Sequence[Message], cost: int) -> None:
         try:
-            self.channel.send(instance, edge.name, lane, messages, cost)
+            self.outputs[edge.name].bytes_sent += self.channel.send(instance, edge.name, lane, messages, cost)
         except CodecError as error:
             log.error("%s: edge %s: %s", self.name, edge.name, error)
             for message in messages:
@@ -286,6 +287,7 @@ class Worker(Group):
 
     def _check_drained(self) -> None:
         """Tells the supervisor at once when the last request has ended, instead of with the next heartbeat."""
+        self._draining = True  # only now: the gateway has had a turn to take Drain
         if self.open_requests:
             self.call_at(None, self.clock.now() + DRAIN_CHECK_S, self._check_drained)
         else:

@@ -9,11 +9,13 @@ import msgspec
 import pytest
 
 from flowinfer.engine.layout import KVLayout
+from flowinfer.errors import ModelError, StageError
 from flowinfer.graph.plan import Plan, StagePlan, WorkerPlan
-from flowinfer.runtime.arenas import make_arenas, map_arena, private_arena
+from flowinfer.runtime.arenas import make_arenas, map_arena, model_layouts, private_arena
 from flowinfer.runtime.boot import ArenaRange, Boot, Report
 from flowinfer.runtime.child import FIRST_BACKOFF_S, HEALTHY_S, LAST_BACKOFF_S, Child
 from flowinfer.runtime.supervisor import Supervisor
+from flowinfer.stage import Contract, ModelUse, Stage, StageConfig
 
 LAYOUT = KVLayout(model="m", dtype="float32", num_layers=2, num_kv_heads=1, head_dim=8)  # 8 KiB a block
 
@@ -130,3 +132,22 @@ def test_a_report_says_more_than_an_exit_code(tmp_path: Path) -> None:
     report = child.buried(0.0)
     assert (report.error, report.help, child.opening) == ("no such model", "Pull it.", "decode")
     assert buried(child, 0.0, -9).error == "worker a.0 was ended by SIGKILL (out of memory?)"
+
+
+def test_a_model_that_is_not_here_is_told_with_the_stage_and_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    from flowinfer.engine import hub
+
+    def missing(model: str) -> Path:
+        raise ModelError(f"model {model!r} isn't on this machine.", help="Pull it.")
+
+    class Model(Stage):
+        class Config(StageConfig):
+            def contract(self) -> Contract:
+                return Contract(model=ModelUse("small", weights=True))
+
+    monkeypatch.setattr(hub, "resolve", missing)
+    plan = plan_of(front=worker("front", 4))
+    stage = msgspec.structs.replace(plan.stages["front"], mark="pipe.yaml:7:3")
+    plan = msgspec.structs.replace(plan, stages={"front": stage})
+    with pytest.raises(StageError, match=r"'front' \(pipe.yaml:7:3\): model 'small' isn't on this machine. Pull it."):
+        model_layouts(plan, lambda _: Model)
