@@ -22,7 +22,8 @@ from flowinfer.message import Event, Message
 IPC_LIMIT = 107  # bytes of a Unix socket's path
 MAX_FRAME_BYTES = 1 << 30
 MAX_PARTS = 4_096
-MAX_FRAMES_A_POLL = 1_024  # then stages get their turn
+MAX_EVENTS_A_POLL = 100_000  # all of them, unless a peer has gone mad
+MAX_MESSAGES_A_POLL = 128  # then stages get their turn, and their producers credit
 _MORE_BYTES = 65_536  # parts above are sent without a copy
 
 _EVENTS, _POLLIN = int(zmq.EVENTS), int(zmq.POLLIN)  # plain numbers: the enums cost 1 us a time
@@ -196,15 +197,16 @@ class Channel:
         data: list[Received] = []
         for socket, _ in ready:
             if socket is self._control:
-                self._receive(self._control, events)
+                self._receive(self._control, events, MAX_EVENTS_A_POLL)
             elif socket is self._data:
-                self._receive(self._data, data)
+                self._receive(self._data, data, MAX_MESSAGES_A_POLL)
             else:
                 self._drain_wake()
         return events, data
 
-    def _receive(self, socket: zmq.Socket[bytes], into: list[Received]) -> None:
-        for _ in range(MAX_FRAMES_A_POLL):
+    def _receive(self, socket: zmq.Socket[bytes], into: list[Received], limit: int) -> None:
+        count = 0
+        while True:
             first = socket.recv(zmq.NOBLOCK)
             frames = [first, *self._rest(socket)] if has_parts(first) else (first,)
             try:
@@ -212,7 +214,8 @@ class Channel:
             except CodecError:
                 self.num_malformed += 1
                 self._rest(socket)
-            if not int(socket.getsockopt(_EVENTS)) & _POLLIN:
+            count += len(into[-1][1]) if into else 1
+            if count >= limit or not int(socket.getsockopt(_EVENTS)) & _POLLIN:
                 return
 
     def _rest(self, socket: zmq.Socket[bytes]) -> list[Buffer]:

@@ -15,7 +15,7 @@ from flowinfer.graph.plan import EdgePlan
 from flowinfer.message import Message
 from flowinfer.runtime.dispatch import Consumer, Dispatch, Head, make_dispatch, rendezvous
 
-MAX_BATCH = 256  # messages a frame: bounds its memory; more than enough to hide the cost of a frame
+MAX_BATCH = 64  # messages a frame: hides the cost of a frame, and the receiver works on one while the next is made
 Send = Callable[[str, EdgePlan, str, Sequence[Message], int], None]  # instance, edge, lane, messages, cost of each
 
 
