@@ -227,10 +227,13 @@ class Engine:
     ) -> torch.Tensor | None:
         """One forward pass: flat int32 tokens [T], tokens a sequence [S], context with them [S], block table [S, N]."""
         began = time.perf_counter()
-        starts = np.zeros(len(counts) + 1, np.int32)
-        np.cumsum(counts, out=starts[1:])
-        within = np.arange(len(tokens), dtype=np.int64) - np.repeat(starts[:-1], counts)
-        positions = np.repeat(kv_lens - counts, counts) + within
+        starts = query_starts(counts, len(tokens))
+        if len(tokens) == len(counts):  # a plain decode step: nothing to spread
+            positions, pairs = kv_lens.astype(np.int64) - 1, int(kv_lens.sum())
+        else:
+            within = np.arange(len(tokens), dtype=np.int64) - np.repeat(starts[:-1], counts)
+            positions = np.repeat(kv_lens - counts, counts) + within
+            pairs = int(positions.sum()) + len(tokens)
         device = self.model.device
         step = StepInput(
             tokens=torch.from_numpy(tokens.astype(np.int64)).to(device),
@@ -242,8 +245,6 @@ class Engine:
         )
         with torch.inference_mode():
             logits = self.model.forward(step, self.kv)
-        counts64, ends = counts.astype(np.int64), kv_lens.astype(np.int64)
-        pairs = int((counts64 * ends - counts64 * (counts64 - 1) // 2).sum())
         self.last_step = (len(tokens), pairs, time.perf_counter() - began)
         return logits
 
@@ -324,9 +325,18 @@ class Engine:
             self._end_lease(held)
 
 
+def query_starts(counts: Ids, num_tokens: int) -> Ids:
+    """int32 [S + 1]: where the tokens of each sequence begin among num_tokens flat ones."""
+    if num_tokens == len(counts):
+        return np.arange(num_tokens + 1, dtype=np.int32)
+    starts = np.zeros(len(counts) + 1, np.int32)
+    np.cumsum(counts, out=starts[1:])
+    return starts
+
+
 def _arena_tensor(arena: Arena, layout: KVLayout, device: str) -> torch.Tensor:
     dtype = getattr(torch, layout.dtype)
-    shape = (arena.num_blocks, layout.num_layers, 2, layout.block_tokens, layout.num_kv_heads, layout.head_dim)
+    shape = (arena.num_blocks, layout.num_layers, 2, layout.num_kv_heads, layout.block_tokens, layout.head_dim)
     if device != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     count = arena.num_blocks * layout.block_bytes // DTYPE_BYTES[layout.dtype]

@@ -61,8 +61,9 @@ class MoeDecode(Stage):
     def open(self) -> None:
         """Loads the model and makes the batch that spec-verify shares."""
         from flowinfer.engine.batch import Batch
-        from flowinfer.engine.engine import Engine
+        from flowinfer.engine.engine import Engine, query_starts
 
+        self.query_starts = query_starts
         self.engine = Engine.of(self.ctx, self.config.model, self.config.dtype)
         model = self.engine.model.config
         self.batch = self.ctx.shared(
@@ -180,6 +181,8 @@ class MoeDecode(Stage):
         """Allocates the blocks that this step writes; while they don't suffice, preempts the youngest."""
         batch = self.batch
         short = blocks_short(batch.num_tokens[slots] + counts - 1, batch.num_blocks[slots], batch.block_tokens)
+        if not short.any():
+            return slots, counts, tokens
         preempted = False
         for i in np.flatnonzero(short).tolist():
             slot = int(slots[i])
@@ -276,9 +279,7 @@ class MoeDecode(Stage):
         logits = self.engine.forward(tokens, counts, kv_lens, batch.blocks[slots, :width])
         self.ran[slots] = batch.version[slots]
         self.num_steps += 1
-        starts = np.zeros(len(slots) + 1, np.int32)
-        np.cumsum(counts, out=starts[1:])
-        return Logits(step=self.num_steps, slots=slots, starts=starts, logits=logits)
+        return Logits(step=self.num_steps, slots=slots, starts=self.query_starts(counts, len(tokens)), logits=logits)
 
 
 _NONE: Ids = np.zeros(0, np.int32)
