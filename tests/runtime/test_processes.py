@@ -58,6 +58,10 @@ class Service:
                 continue
         return found
 
+    def has_new(self, name: str, old_pid: int) -> bool:
+        found = self.workers().get(name)
+        return found is not None and found.pid != old_pid
+
     def lines(self, prefix: str) -> list[str]:
         return [line for line in self.file.read_text().splitlines() if line.startswith(prefix)]
 
@@ -168,7 +172,7 @@ def test_a_killed_worker_fails_what_it_held_and_comes_back(start: Start, tmp_pat
     until(lambda: len(service.lines("answered")) > 100, "requests go round")
     first = service.workers()[victim]
     first.kill()
-    until(lambda: victim in service.workers() and service.workers()[victim].pid != first.pid, "a new process")
+    until(lambda: service.has_new(victim, first.pid), "a new process")
     if victim != "front.0":
         until(lambda: f"down {victim} 1" in service.lines("down"), "the front knows")
     before = len(service.lines("answered"))
@@ -223,7 +227,7 @@ def test_a_worker_that_hangs_is_ended_and_comes_back(start: Start, tmp_path: Pat
     service.wait_ready()
     hung = service.workers()["middle.0"]
     hung.suspend()
-    until(lambda: "middle.0" in service.workers() and service.workers()["middle.0"].pid != hung.pid, "a new process")
+    until(lambda: service.has_new("middle.0", hung.pid), "a new process")
     until(lambda: "Worker middle.0 is back." in service.log.read_text(), "back")
     assert "Worker middle.0 hasn't answered for 3 s" in service.log.read_text()
     before = len(service.lines("answered"))
