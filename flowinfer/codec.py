@@ -238,7 +238,8 @@ def _arrays_of(kind: Any, found: set[Any], seen: set[Any]) -> None:
 
 
 def _dtype_of(kind: Any) -> np.dtype[Any]:
-    return np.dtype(get_args(get_args(kind)[1])[0])
+    dtype: np.dtype[Any] = np.dtype(get_args(get_args(kind)[1])[0])
+    return dtype
 
 
 def _check_array(wanted: Any, value: Any) -> Any:
