@@ -102,7 +102,8 @@ class Arena:
 
     buffer holds num_blocks blocks of layout.block_bytes each; this worker owns ids first_block to end_block, exclusive.
     quarantined: ids of that range that another worker still reads from this worker's dead predecessor; each becomes
-    free when a KVRelease names its request.  shared: other workers see the same bytes.
+    free when a KVRelease names its request.  shared: other workers see the same bytes.  On a GPU the buffer is empty,
+    and num_blocks 0 means as many as fit device_share of its memory beside the weights.
     """
 
     buffer: memoryview
@@ -110,7 +111,8 @@ class Arena:
     first_block: int
     end_block: int
     shared: bool = False
-    quarantined: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # by request id
+    quarantined: Mapping[str, tuple[str, tuple[int, ...]]] = field(default_factory=dict)  # by request id; lessee, ids
+    device_share: float = 0.0
 
 
 class Context(Protocol):

@@ -7,6 +7,7 @@ costs a message and no copy: the owner keeps the blocks until the lessee's KVRel
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Callable, Sequence
 
@@ -22,6 +23,7 @@ from flowinfer.engine.layout import DTYPE_BYTES, KVLayout
 from flowinfer.engine.models import load_model
 from flowinfer.engine.pool import KVPool
 from flowinfer.engine.step import StepInput
+from flowinfer.errors import ModelError
 from flowinfer.message import (
     BlockRemoved,
     BlockStored,
@@ -34,14 +36,14 @@ from flowinfer.message import (
     KVPinned,
     KVRelease,
     KVUnpin,
+    LeaseQuery,
+    LeaseReport,
     Prompt,
     WorkerDown,
     WorkerUp,
 )
 from flowinfer.observe import metrics
 from flowinfer.stage import Arena, Context
-
-_ANY_LESSEE = "*"  # of blocks that outlived this worker's dead predecessor: whoever holds them will name the request
 
 
 class Engine:
@@ -53,7 +55,7 @@ class Engine:
         self.ctx = ctx
         self.model = load_model(path, dtype=dtype, device=ctx.device)
         self.layout: KVLayout = hub.describe(path).layout(str(self.model.dtype).removeprefix("torch."))
-        arena = ctx.arena(self.layout)
+        arena = sized_arena(ctx.arena(self.layout), self.layout, ctx.device)
         self.kv = _arena_tensor(arena, self.layout, ctx.device)
         self.shares_memory = arena.shared
         self.pool = KVPool(
@@ -71,8 +73,10 @@ class Engine:
         self._pins: dict[tuple[str, str], list[int]] = {}
         self._keeper: object = None
         self.last_step = (0, 0, 0.0)  # tokens, query-key pairs, seconds of the last forward pass
-        for request, blocks in arena.quarantined.items():
-            self._keep_for_lessee(request, list(blocks))
+        self._down: dict[str, list[KVRelease]] = {}  # dead owners, and what their successors must be told
+        for request, (lessee, blocks) in arena.quarantined.items():
+            self.pool.quarantine(blocks)
+            self.held[request] = HeldKV(id=request, blocks=list(blocks), lessee=lessee)
 
     def _on_removed(self, hashes: list[bytes]) -> None:
         metrics.counter("prefix_cache_evictions_total").inc(len(hashes))
@@ -166,9 +170,15 @@ class Engine:
         del self.held[id]
         self.pool.release(held.own_blocks)
         if held.owner is not None:
-            self.ctx.send(KVRelease(id=id, lessee=self.ctx.worker, commits=commits), to=held.owner)
+            self._give_back_to(held.owner, KVRelease(id=id, lessee=self.ctx.worker, commits=commits))
         for told in self.on_release:
             told(id)
+
+    def _give_back_to(self, owner: str, release: KVRelease) -> None:
+        if owner in self._down:
+            self._down[owner].append(release)  # its successor keeps the blocks for us until it hears of it
+        else:
+            self.ctx.send(release, to=owner)
 
     def drop_own_blocks(self, held: HeldKV, history: Ids) -> None:
         """Frees the blocks that are ours (a preemption); what is cached or leased serves to come back sooner."""
@@ -266,9 +276,14 @@ class Engine:
                 self._push(event)
             case WorkerDown():
                 self._on_down(event)
-            case WorkerUp() if self.pool.num_cached:
-                # A front that started again has an empty index: without this, what is cached here is never asked for.
-                self.ctx.send(BlockStored(owner=self.ctx.worker, hashes=self.pool.names()), to=event.worker)
+            case LeaseQuery() if leases := self.leases_of(event.owner):
+                self.ctx.send(LeaseReport(owner=event.owner, leases=leases), to="supervisor")
+            case WorkerUp():
+                self._on_up(event)
+
+    def leases_of(self, owner: str) -> dict[str, list[int]]:
+        """Blocks of this owner that are still read here, by request."""
+        return {h.id: h.blocks[: h.num_leased] for h in self.held.values() if h.owner == owner and h.num_leased}
 
     def copy_pinned(self, held: HeldKV, source: Ids) -> None:
         """Copies cached blocks of another worker (arena ids) over the next blocks of `held`, not computed yet."""
@@ -287,7 +302,7 @@ class Engine:
 
     def _on_release(self, event: KVRelease) -> None:
         held = self.held.get(event.id)
-        if held is None or held.lessee not in (event.lessee, _ANY_LESSEE):
+        if held is None or held.lessee != event.lessee:
             return
         if held.caching:
             self.pool.commit([(block, name) for block, name in event.commits if self.pool.owns(block)])
@@ -296,10 +311,6 @@ class Engine:
     def _end_lease(self, held: HeldKV) -> None:
         held.lessee = None
         self.release(held.id)
-
-    def _keep_for_lessee(self, request: str, blocks: list[int]) -> None:
-        self.pool.quarantine(blocks)
-        self.held[request] = HeldKV(id=request, blocks=blocks, lessee=_ANY_LESSEE)
 
     def _pin(self, event: KVPin) -> None:
         blocks = self.pool.acquire(event.hashes)
@@ -318,7 +329,15 @@ class Engine:
             data = self.kv[block].contiguous().view(torch.uint8).flatten().cpu().numpy()
             self.ctx.send(KVData(id=event.id, index=index, layout=self.layout.digest, data=data), to=event.to)
 
+    def _on_up(self, event: WorkerUp) -> None:
+        for release in self._down.pop(event.worker, ()):
+            self.ctx.send(release, to=event.worker)
+        if self.pool.num_cached:
+            # A front that started again has an empty index: without this, what is cached here is never asked for.
+            self.ctx.send(BlockStored(owner=self.ctx.worker, hashes=self.pool.names()), to=event.worker)
+
     def _on_down(self, event: WorkerDown) -> None:
+        self._down.setdefault(event.worker, [])
         for reader, id in [pin for pin in self._pins if pin[0] == event.worker]:
             self._unpin(reader, id)
         for held in [held for held in self.held.values() if held.lessee == event.worker]:
@@ -332,6 +351,18 @@ def query_starts(counts: Ids, num_tokens: int) -> Ids:
     starts = np.zeros(len(counts) + 1, np.int32)
     np.cumsum(counts, out=starts[1:])
     return starts
+
+
+def sized_arena(arena: Arena, layout: KVLayout, device: str) -> Arena:
+    """An arena on a GPU gets what its share of the memory leaves beside the weights; others have their size."""
+    if arena.num_blocks or device == "cpu":
+        return arena
+    _, total = torch.cuda.mem_get_info(device)
+    room = int(total * arena.device_share) - torch.cuda.memory_allocated(device)
+    blocks = room // layout.block_bytes
+    if blocks < 1:
+        raise ModelError(f"{device} has no room for KV blocks beside the weights.", help="Use fewer workers on it.")
+    return dataclasses.replace(arena, num_blocks=blocks, end_block=blocks)
 
 
 def _arena_tensor(arena: Arena, layout: KVLayout, device: str) -> torch.Tensor:

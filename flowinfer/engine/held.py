@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from flowinfer.message import Event, Ids, KVFetch, KVPin, KVRelease, KVUnpin, WorkerDown, WorkerUp
+from flowinfer.message import Event, Ids, KVFetch, KVPin, KVRelease, KVUnpin, LeaseQuery, WorkerDown, WorkerUp
 
 # What other workers ask of an engine; every stage that has one listens to these and passes them on.
-KV_EVENTS: tuple[type[Event], ...] = (KVRelease, KVPin, KVUnpin, KVFetch, WorkerDown, WorkerUp)
+KV_EVENTS: tuple[type[Event], ...] = (KVRelease, KVPin, KVUnpin, KVFetch, WorkerDown, WorkerUp, LeaseQuery)
 
 
 @dataclass

@@ -110,6 +110,7 @@ def _capacity(unit: str, dispatch: str) -> int:
 def _workers(graph: Graph, order: list[str]) -> dict[str, WorkerPlan]:
     declared = workers(graph)
     loading = {s.worker for s in graph.stages.values() if s.contract and s.contract.model and s.contract.model.weights}
+    models, memory = sum(declared[name].replicas for name in loading if name), _memory_tier(graph)
     plans = {}
     for name, worker in declared.items():
         plans[name] = WorkerPlan(
@@ -119,22 +120,27 @@ def _workers(graph: Graph, order: list[str]) -> dict[str, WorkerPlan]:
             # A worker that loads no weights has no use for a device; `auto` is looked up when the service starts.
             device=worker.device if name in loading or worker.device != "auto" else "cpu",
             threads=worker.threads or _threads(declared, loading, name),
-            kv_bytes=worker.kv_memory,
+            kv_bytes=worker.kv_memory or (memory // models if name in loading else 0),
             mark=str(graph.document.mark("workers", name)),
         )
     return plans
 
 
-def _threads(declared: dict[str, Worker], loading: set[str | None], name: str) -> int:
-    """Torch threads of a worker: the cores less one for each process's loop, shared by the processes with a model.
+def _memory_tier(graph: Graph) -> int:
+    """Bytes of the host's memory tier, which is the KV memory of its workers: what no request holds is cache."""
+    sizes = [getattr(getattr(stage.config, "tiers", None), "memory", 0) for stage in graph.stages.values()]
+    return int(max(sizes, default=0))
 
-    Two workers that spin on the same core slow each other tenfold, so few cores mean one thread.
+
+def _threads(declared: dict[str, Worker], loading: set[str | None], name: str) -> int:
+    """Torch threads of a worker: the cores, shared by the processes that run a model.
+
+    Two workers whose threads spin on the same core slow each other tenfold, so few cores mean one thread each.
     """
     if name not in loading:
         return 1
-    processes = sum(worker.replicas for worker in declared.values())
     models = sum(worker.replicas for key, worker in declared.items() if key in loading)
-    return max(1, (_num_cores() - processes) // models)
+    return max(1, _num_cores() // models)
 
 
 def _num_cores() -> int:

@@ -17,7 +17,7 @@ class ArenaRange(msgspec.Struct, frozen=True, kw_only=True):
     first_block: int
     end_block: int
     shared: bool = False
-    quarantined: dict[str, tuple[int, ...]] = {}
+    quarantined: dict[str, tuple[str, tuple[int, ...]]] = {}  # by request id: who reads it, and its blocks
 
 
 class Boot(msgspec.Struct, frozen=True, kw_only=True):
@@ -34,6 +34,8 @@ class Boot(msgspec.Struct, frozen=True, kw_only=True):
     report_fd: int
     threads: int = 1
     device: str = "cpu"
+    engine_index: int = 0  # of the instances that run models, which `auto` spreads over the GPUs
+    num_engines: int = 1
     listener_fd: int | None = None
     arenas: tuple[ArenaRange, ...] = ()
 

@@ -21,6 +21,7 @@ LAST_BACKOFF_S = 30.0
 HEALTHY_S = 60.0  # after which the next death counts as the first
 
 State = Literal["starting", "ready", "down"]
+_SPINS = "20000"  # about 10 us: a thread whose peer lost its core to another process sleeps instead of burning its own
 _THREAD_SETTINGS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
 
 
@@ -41,7 +42,7 @@ class Child:
     restart_at: float = 0.0
     backoff_s: float = FIRST_BACKOFF_S
     drained: bool = False
-    leases: dict[str, list[int]] = field(default_factory=dict)
+    leases: dict[str, tuple[str, list[int]]] = field(default_factory=dict)
     lease_answers: set[str] = field(default_factory=set)
     process: subprocess.Popen[bytes] | None = None
     _report_fd: int = -1
@@ -53,6 +54,7 @@ class Child:
     def start(self, boot: Boot, fds: Sequence[int], now: float) -> None:
         """Starts the process of this generation; `boot.report_fd` is its end of the report pipe and closed here."""
         settings = {name: str(boot.threads) for name in _THREAD_SETTINGS}
+        settings["GOMP_SPINCOUNT"] = os.environ.get("GOMP_SPINCOUNT", _SPINS)
         self.process = subprocess.Popen(
             [sys.executable, "-m", "flowinfer.runtime.worker_main", self.name],
             stdin=subprocess.PIPE,

@@ -17,6 +17,7 @@ from flowinfer.graph.plan import API, Plan, StagePlan
 from flowinfer.message import Call, Cancel, Ended, Event, Failure, Piece, Serving, Text
 from flowinfer.runtime.arenas import DEFAULT_KV_BYTES, private_arena
 from flowinfer.runtime.clock import SystemClock
+from flowinfer.runtime.device import gpu_arena, resolve_device
 from flowinfer.runtime.group import Group, Host
 from flowinfer.runtime.loading import LoadStage
 from flowinfer.stage import Arena, Clock, Stage, StageConfig
@@ -106,7 +107,10 @@ class LocalService:
         def find(stage: StagePlan) -> type[Stage]:
             return own[stage.name] if stage.name in own else LocalApi if stage.name == API else load(stage)
 
-        self.group = _LocalGroup(plan, Host(arena=self._arena), find, clock or SystemClock(), self._woken)
+        asked = {worker.device for worker in plan.workers.values()} - {"cpu"}
+        self._device = resolve_device(asked.pop() if len(asked) == 1 else "cpu")
+        host = Host(arena=self._arena, device=self._device, threads=_threads(plan))
+        self.group = _LocalGroup(plan, host, find, clock or SystemClock(), self._woken)
 
     def open(self) -> None:
         """Opens all stages. Raises StageError."""
@@ -199,8 +203,13 @@ class LocalService:
 
     def _arena(self, layout: KVLayout) -> Arena:
         if layout.digest not in self._arenas:
-            self._arenas[layout.digest] = private_arena(layout, self._kv_bytes)
+            on_gpu = self._device != "cpu"
+            self._arenas[layout.digest] = gpu_arena(layout, 0, 1) if on_gpu else private_arena(layout, self._kv_bytes)
         return self._arenas[layout.digest]
+
+
+def _threads(plan: Plan) -> int:
+    return max((worker.threads for worker in plan.workers.values()), default=1) or 1
 
 
 class _LocalGroup(Group):

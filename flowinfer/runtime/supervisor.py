@@ -65,6 +65,7 @@ class Supervisor:
     def run(self) -> None:
         """Starts the workers, serves until a signal, drains and stops. Raises FlowInferError when it can't start."""
         self._layouts = model_layouts(self.plan, self._load)
+        self._engines = [child.name for child in self.children.values() if child.worker in self._layouts]
         with contextlib.ExitStack() as stack:
             self.listener = stack.enter_context(listen(self.plan.serve)) if API in self.plan.stages else None
             self._arenas = make_arenas(self.plan, self._layouts)
@@ -191,7 +192,9 @@ class Supervisor:
             life_fd=self._life_fd,
             report_fd=child.open_report(),
             threads=self._threads(child.worker),
-            device=_device(self.plan.workers[child.worker].device),
+            device=self.plan.workers[child.worker].device,
+            engine_index=self._engines.index(child.name) if child.name in self._engines else 0,
+            num_engines=max(1, len(self._engines)),
             listener_fd=listener.fileno() if listener else None,
             arenas=arenas,
         )
@@ -203,7 +206,10 @@ class Supervisor:
     def _quarantine(self, child: Child, arena: ArenaRange) -> ArenaRange:
         """The range, with the blocks in it that others still read from the dead generation."""
         mine = range(arena.first_block, arena.end_block)
-        leases = {request: tuple(b for b in blocks if b in mine) for request, blocks in child.leases.items()}
+        leases = {
+            request: (lessee, tuple(b for b in blocks if b in mine))
+            for request, (lessee, blocks) in child.leases.items()
+        }
         return ArenaRange(
             layout=arena.layout,
             fd=arena.fd,
@@ -211,7 +217,7 @@ class Supervisor:
             first_block=arena.first_block,
             end_block=arena.end_block,
             shared=arena.shared,
-            quarantined={request: blocks for request, blocks in leases.items() if blocks},
+            quarantined={request: lease for request, lease in leases.items() if lease[1]},
         )
 
     def _threads(self, worker: str) -> int:
@@ -251,6 +257,8 @@ class Supervisor:
         self.channel.disconnect(child.name)
         report = child.buried(now)
         self.run_dir.remove_sockets(child.name, child.generation)
+        for other in self.children.values():
+            other.leases = {request: lease for request, lease in other.leases.items() if lease[0] != child.name}
         if not self._serving and not self._signals:
             raise StartError(child.name, report)
         self._tell_all(WorkerDown(worker=child.name, generation=child.generation))
@@ -266,7 +274,7 @@ class Supervisor:
         owner = self.children.get(report.owner)
         if owner is None or owner.state != "down":
             return
-        owner.leases.update(report.leases)
+        owner.leases.update((request, (peer.name, blocks)) for request, blocks in report.leases.items())
         if report.final:
             owner.lease_answers.add(peer.name)
 
@@ -302,9 +310,3 @@ class Supervisor:
             signal.set_wakeup_fd(fd)
             for number, handler in before.items():
                 signal.signal(number, handler)
-
-
-def _device(asked: str) -> str:
-    if asked != "auto":
-        return asked
-    return "cuda:0" if Path("/dev/nvidia0").exists() else "cpu"

@@ -22,6 +22,7 @@ from flowinfer.errors import FlowInferError
 from flowinfer.runtime.arenas import DEFAULT_KV_BYTES, map_arena, private_arena
 from flowinfer.runtime.boot import Boot, Report
 from flowinfer.runtime.clock import SystemClock
+from flowinfer.runtime.device import gpu_arena, resolve_device
 from flowinfer.runtime.events import SUPERVISOR, Ready
 from flowinfer.runtime.group import Host
 from flowinfer.runtime.loading import LoadStage
@@ -72,16 +73,30 @@ def serve(boot: Boot) -> None:
 
 def _host(boot: Boot) -> Host:
     listener = None if boot.listener_fd is None else socket.socket(fileno=boot.listener_fd)
+    own = boot.plan.workers[boot.worker]
+    device = resolve_device(boot.device, boot.engine_index)
     ranges = {arena.layout.digest: arena for arena in boot.arenas}
     mapped: dict[str, Arena] = {}
 
     def arena(layout: KVLayout) -> Arena:
         if layout.digest not in mapped:
             found = ranges.get(layout.digest)
-            mapped[layout.digest] = map_arena(found) if found else private_arena(layout, DEFAULT_KV_BYTES)
+            if device != "cpu":
+                mapped[layout.digest] = gpu_arena(layout, own.kv_bytes, _sharers(boot, device))
+            else:
+                mapped[layout.digest] = map_arena(found) if found else private_arena(layout, DEFAULT_KV_BYTES)
         return mapped[layout.digest]
 
-    return Host(arena=arena, device=boot.device, threads=boot.threads, listener=listener)
+    return Host(arena=arena, device=device, threads=boot.threads, listener=listener)
+
+
+def _sharers(boot: Boot, device: str) -> int:
+    """Instances with a model on this GPU, this one included."""
+    if boot.device != "auto":
+        return sum(worker.replicas for worker in boot.plan.workers.values() if worker.device == boot.device)
+    import torch
+
+    return -(-boot.num_engines // torch.cuda.device_count())
 
 
 def _outlive_nobody(boot: Boot) -> None:

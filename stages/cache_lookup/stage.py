@@ -46,6 +46,9 @@ class CacheLookup(Stage):
     class Config(StageConfig):
         """model, dtype: whose KV is looked up, as in prefill.  tiers: where blocks are kept, and how much.
 
+        tiers.memory is the KV memory of this host, in equal parts of the workers that run a model unless their
+        kv_memory says otherwise: what no running request holds of it is cache.
+
         share_inflight: let prompts wait for a prefix that another one is computing.  wait: for how long at most.
         """
 

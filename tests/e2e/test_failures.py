@@ -144,6 +144,31 @@ def test_a_killed_worker_comes_back_and_the_service_is_well(prod: Service, victi
     assert ask(prod) == "The capital of France is Paris."
 
 
+def test_a_stream_outlives_the_worker_that_computed_its_prompt(prod: Service) -> None:
+    """Decode goes on reading the dead worker's blocks, and its successor leaves them alone until they are released."""
+    prompt = prompt_ids(300, seed=77)
+    expected = prod.complete(prompt, 100).text
+    time.sleep(1.5)
+    before = free_blocks(prod)
+    text: list[str] = []
+    thread = threading.Thread(target=lambda: text.append(prod.complete(prompt, 100).text))
+    thread.start()
+    wait_until(lambda: metric(prod, "flowinfer:batch_sequences").get("decode.0") == 1, 30, "decode at work")
+    old = workers(prod)["prefill.0"].pid
+    os.kill(old, signal.SIGKILL)
+    wait_until(
+        lambda: workers(prod).get("prefill.0") is not None and workers(prod)["prefill.0"].pid != old, 60, "respawn"
+    )
+    wait_until(lambda: _ready(prod), 60, "prefill back")
+    crowd = [threading.Thread(target=prod.complete, args=(prompt_ids(900, seed=200 + i), 2)) for i in range(3)]
+    for other in crowd:
+        other.start()
+    for other in (thread, *crowd):
+        other.join(120)
+    assert text == [expected]
+    wait_until(lambda: free_blocks(prod) == before, 30, f"all blocks free ({before}, now {free_blocks(prod)})")
+
+
 def _ready(running: Service) -> bool:
     try:
         return get(running, "/ready")[0] == 200

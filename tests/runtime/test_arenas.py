@@ -71,9 +71,9 @@ def test_a_private_arena_fits_the_size() -> None:
 def test_blocks_that_others_still_read_are_quarantined_in_the_next_generation() -> None:
     supervisor = Supervisor(plan_of(front=worker("front", 4)))
     child = supervisor.children["front.0"]
-    child.leases = {"r1": [3, 4, 9], "r2": [8]}
+    child.leases = {"r1": ("decode.0", [3, 4, 9]), "r2": ("decode.0", [8])}
     share = ArenaRange(layout=LAYOUT, fd=0, num_blocks=16, first_block=4, end_block=8)
-    assert supervisor._quarantine(child, share).quarantined == {"r1": (4,)}
+    assert supervisor._quarantine(child, share).quarantined == {"r1": ("decode.0", (4,))}
 
 
 def test_boot_data_survives_json() -> None:
@@ -87,7 +87,7 @@ def test_boot_data_survives_json() -> None:
         supervisor_control="c",
         life_fd=3,
         report_fd=4,
-        arenas=(ArenaRange(layout=LAYOUT, fd=5, num_blocks=2, first_block=0, end_block=2, quarantined={"r": (1,)}),),
+        arenas=(ArenaRange(layout=LAYOUT, fd=5, num_blocks=2, first_block=0, end_block=2, quarantined={"r": ("b.0", (1,))}),),
     )
     assert msgspec.json.decode(msgspec.json.encode(boot), type=Boot) == boot
 
