@@ -70,9 +70,8 @@ def main() -> None:
     after["verify"] -= statistics.fmean(picks)
     print(machine())
     print(f"batch {args.batch}, {STEPS} steps, median ms a step")
-    print(
-        f"  turn {statistics.median(turns):.2f}  model {statistics.median(models):.2f}  choosing tokens {statistics.median(picks):.2f}"
-    )
+    turn, model, pick = (statistics.median(times) for times in (turns, models, picks))
+    print(f"  turn {turn:.2f}  model {model:.2f}  choosing tokens {pick:.2f}")
     print(f"  host {statistics.median(rest):.2f}  (bar 1.00)")
     print("  mean by stage: " + "  ".join(f"{name} {ms:.3f}" for name, ms in after.items() if ms > 0.001))
 

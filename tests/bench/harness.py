@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import http.client
 import json
 import os
 import platform
+import random
 import re
 import subprocess
 import sys
@@ -138,8 +140,21 @@ def percentile(values: Sequence[float], share: float) -> float:
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
 
 
-def prompt_ids(count: int, seed: int) -> list[int]:
-    """Plausible token ids that no two seeds share a block of."""
-    import random
+@functools.cache
+def _english() -> list[int]:
+    """Token ids of Python's own language reference, which every installation has."""
+    from pydoc_data.topics import topics
 
-    return random.Random(seed).choices(range(100, 40_000), k=count)
+    from tokenizers import Tokenizer
+
+    from flowinfer.engine import hub
+
+    text = "\n".join(topics[name] for name in sorted(topics))[:300_000]
+    return Tokenizer.from_file(str(hub.resolve("smollm2-135m") / "tokenizer.json")).encode(text).ids
+
+
+def prompt_ids(count: int, seed: int) -> list[int]:
+    """`count` token ids of plain English; other seeds begin elsewhere, so that no two share a block."""
+    ids = _english()
+    start = random.Random(seed).randrange(len(ids) - count)
+    return ids[start : start + count]
