@@ -1,11 +1,16 @@
-"""`flowinfer test`: runs the test files beside pipelines."""
+"""`flowinfer test`: runs the test files beside pipelines, and the Python tests in a stage's folder."""
 
 from __future__ import annotations
 
+import importlib.util
+import os
+import subprocess
 import sys
 from pathlib import Path
 
 import click
+
+from flowinfer.errors import FlowInferError
 
 
 @click.command()
@@ -14,15 +19,18 @@ import click
 def test(paths: tuple[Path, ...], url: str | None) -> None:
     """Runs test files (*_test.yaml), or those beside a pipeline, or all in a folder (default: pipelines).
 
+    In a folder that holds test_*.py, as that of a stage, those are run by pytest, without plugins.
     Exit code 1 when a case fails.
     """
     from rich.console import Console
 
-    from flowinfer.testing import run_inline, run_over_http
-
     console = Console(highlight=False, soft_wrap=True)
-    num_failed = num_run = 0
+    num_failed = num_run = num_broken = 0
+    for folder in [path for path in paths if path.is_dir() and any(path.glob("test_*.py"))]:
+        num_broken += not _pytest(folder)
     for path in _files(paths or (Path("pipelines"),)):
+        from flowinfer.testing import run_inline, run_over_http
+
         console.print(str(path), style="bold")
         for outcome in run_over_http(path, url) if url else run_inline(path):
             num_run += 1
@@ -30,8 +38,23 @@ def test(paths: tuple[Path, ...], url: str | None) -> None:
             console.print("  [red]failed[/]" if outcome.problems else "  [green]passed[/]", outcome.case.name)
             for problem in outcome.problems:
                 console.print(f"         {problem}", markup=False)
-    console.print(f"{num_run - num_failed} passed, {num_failed} failed")
-    sys.exit(1 if num_failed or not num_run else 0)
+    only_python = not num_run and any(path.is_dir() and any(path.glob("test_*.py")) for path in paths)
+    if not only_python:
+        console.print(f"{num_run - num_failed} passed, {num_failed} failed")
+    sys.exit(1 if num_failed or num_broken or not (num_run or only_python) else 0)
+
+
+def _pytest(folder: Path) -> bool:
+    """Whether the Python tests of a folder pass; pytest prints how they went.
+
+    Without plugins, whose import alone may take seconds; for tests that need one, run pytest itself.
+    """
+    if importlib.util.find_spec("pytest") is None:
+        raise FlowInferError(f"{folder} has tests in Python, which pytest runs.", help="pip install pytest")
+    command = [sys.executable, "-m", "pytest", "-q", "--import-mode=importlib", str(folder)]
+    return (
+        subprocess.run(command, check=False, env=os.environ | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}).returncode == 0
+    )
 
 
 def _files(paths: tuple[Path, ...]) -> list[Path]:

@@ -97,7 +97,8 @@ def _import_file(file: Path) -> object:
     name = f"flowinfer_local_{file.stem}_{hashlib.sha256(str(file).encode()).hexdigest()[:8]}"
     if name in sys.modules:
         return sys.modules[name]
-    spec = importlib.util.spec_from_file_location(name, file)
+    # With a search path the file is a package, so that `from .policy import ...` finds its neighbours.
+    spec = importlib.util.spec_from_file_location(name, file, submodule_search_locations=[str(file.parent)])
     if not file.is_file() or spec is None or spec.loader is None:
         raise StageNotFound("FI207", f"There is no file {file}.", help="The path is relative to the pipeline file.")
     module = importlib.util.module_from_spec(spec)
