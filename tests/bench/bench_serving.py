@@ -59,7 +59,7 @@ def main() -> None:
     args = parser.parse_args()
     peer = Peer("smollm2-135m")
     print(machine())
-    with service(args.pipeline) as running:
+    with service(args.pipeline, "workers.engine.threads=2") as running:
         print(f"{args.pipeline} ready after {running.started_s:.1f} s")
         print(HEAD)
         for streams, (length, new) in LOADS.items():
