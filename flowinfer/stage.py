@@ -12,9 +12,21 @@ import socket
 import types
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    ClassVar,
+    Literal,
+    Protocol,
+    TypeVar,
+    Union,
+    cast,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 
 from flowinfer.errors import FlowInferError, RequestError
 from flowinfer.message import Event, Message
@@ -25,6 +37,9 @@ if TYPE_CHECKING:
 Result = TypeVar("Result")
 Shared = TypeVar("Shared")
 Unit = Literal["messages", "blocks"]
+# How a change of a setting reaches a running service. live: `reconfigure` takes it between two steps. warm: a new
+# instance is built beside the old one. cold: the service pauses for it. refused: only a new start brings it.
+ChangeClass = Literal["live", "warm", "cold", "refused"]
 
 
 class StageConfig(BaseModel):
@@ -35,6 +50,23 @@ class StageConfig(BaseModel):
     def contract(self) -> Contract:
         """What the stage needs and gives with these settings. Override where it needs or adds anything."""
         return Contract()
+
+
+def setting(default: Any, *, change: ChangeClass, **checks: Any) -> Any:
+    """A setting that says how a running service takes a change of it; without, a setting is `warm`.
+
+    checks are those of pydantic.Field, as in `ge=1`. For `live`, the stage overrides `reconfigure`.
+    """
+    return Field(default, json_schema_extra={"change": change}, **checks)
+
+
+def change_class(config: type[StageConfig], name: str) -> ChangeClass:
+    """How a change of this setting reaches a running service; `name` as files write it."""
+    fields = config.model_fields
+    found = fields.get(name) or next((field for field in fields.values() if field.alias == name), None)
+    extra = found.json_schema_extra if found else None
+    declared: Any = extra.get("change", "warm") if isinstance(extra, dict) else "warm"
+    return cast(ChangeClass, declared)
 
 
 @dataclass(frozen=True)
@@ -208,6 +240,19 @@ class Stage:
     def observe(self, event: Event) -> Iterable[Message] | None:
         """Takes a control event of a type in `listens`."""
         return None
+
+    def reconfigure(self, config: Any) -> None:
+        """Works by these settings from the next step on. Called between two steps, when only `live` settings differ.
+
+        It must be quick and must not fail: the settings have been validated. `self.config` is replaced behind it.
+        """
+        raise FlowInferError(f"{type(self).__name__} takes no live changes.")
+
+    def inherit(self, before: Stage) -> None:
+        """Copies what a new instance should know (an index, say) from the one of its class that it replaces.
+
+        Called in the loop before the new instance gets its first message; the old one still ends its own requests.
+        """
 
 
 def ports(stage: type[Stage]) -> tuple[tuple[Port, ...], tuple[Port, ...]]:

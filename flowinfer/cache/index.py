@@ -19,6 +19,13 @@ class BlockIndex:
         self._blocks: dict[str, set[bytes]] = {}
         self._interned: dict[Owners, Owners] = {}  # a million blocks share a handful of owner tuples
 
+    def copy(self) -> BlockIndex:
+        """The same knowledge, to be changed on its own."""
+        twin = BlockIndex()
+        twin._owners, twin._interned = dict(self._owners), dict(self._interned)
+        twin._blocks = {owner: set(names) for owner, names in self._blocks.items()}
+        return twin
+
     def __len__(self) -> int:
         return len(self._owners)
 

@@ -37,7 +37,7 @@ from flowinfer.serve.ledger import Entry, Ledger, Sink
 from flowinfer.serve.openai.job import draw_seed
 from flowinfer.serve.policy import Admission
 from flowinfer.serve.record import Record
-from flowinfer.stage import Context, Stage, StageConfig
+from flowinfer.stage import Context, Stage, StageConfig, setting
 from flowinfer.units import ByteSize, Duration, TokenCount, format_duration
 
 if TYPE_CHECKING:
@@ -51,12 +51,14 @@ class GatewayConfig(StageConfig):
 
     apis: tuple[str, ...] = ("openai",)
     models: tuple[str, ...] = ()  # names that requests may ask for; none: any
-    max_requests: PositiveInt = 256
-    request_timeout: Duration = 600.0
+    max_requests: PositiveInt = setting(256, change="live")
+    request_timeout: Duration = setting(600.0, change="live")
     keepalive: Duration = 15.0
     max_body: ByteSize = 16 * 2**20
     reader_buffer: ByteSize = 64 * 2**10
-    default_max_tokens: TokenCount = 2**20  # of a chat that names none: as much as the context leaves
+    default_max_tokens: TokenCount = setting(
+        2**20, change="live"
+    )  # of a chat that names none: as much as the context leaves
     tools: bool = False  # the pipeline's template takes tools
     vllm_metrics: bool = True
 
@@ -115,6 +117,10 @@ class Gateway(Stage):
     def probe(self, answer: Callable[[RequestError | None], object]) -> None:
         """Calls `answer`, in the worker's loop, with the refusal that a request would meet now, or None."""
         self._command(lambda now: self._probe(answer))
+
+    def reconfigure(self, config: GatewayConfig) -> None:
+        """Admits and times out by these limits from now on; open requests keep their deadlines."""
+        self.admission.max_requests = config.max_requests
 
     def drain(self) -> None:
         """Refuses new requests from now on; open ones go on."""

@@ -9,7 +9,7 @@ from pydantic import field_validator
 
 from flowinfer.errors import RequestError
 from flowinfer.message import Prompt
-from flowinfer.stage import Contract, Stage, StageConfig
+from flowinfer.stage import Contract, Stage, StageConfig, setting
 from flowinfer.units import TokenCount
 
 
@@ -22,7 +22,9 @@ class BucketRoute(Stage):
         by: what is counted: all tokens of the prompt, or those that no cache holds (behind cache-lookup).
         """
 
-        buckets: dict[str, TokenCount] = {"short": 2_048, "medium": 16_384, "long": 65_536, "huge": 262_144}  # noqa: RUF012 - pydantic copies it
+        buckets: dict[str, TokenCount] = setting(
+            {"short": 2_048, "medium": 16_384, "long": 65_536, "huge": 262_144}, change="live"
+        )
         by: Literal["prompt_tokens", "uncached_tokens"] = "prompt_tokens"
 
         @field_validator("buckets")
@@ -40,10 +42,15 @@ class BucketRoute(Stage):
     def open(self) -> None:
         """Sets up the bounds."""
         from flowinfer.engine.layout import BLOCK_TOKENS
-        from flowinfer.stages.bucket_route.policy import BucketPolicy
 
         self.block_tokens = BLOCK_TOKENS
-        self.policy = BucketPolicy(self.config.buckets, self.config.by.replace("_", " "))
+        self.reconfigure(self.config)
+
+    def reconfigure(self, config: Config) -> None:
+        """Sorts by these bounds from now on."""
+        from flowinfer.stages.bucket_route.policy import BucketPolicy
+
+        self.policy = BucketPolicy(config.buckets, config.by.replace("_", " "))
 
     def step(self, prompts: list[Prompt]) -> Iterable[Prompt]:
         """Names the bucket of each prompt, or fails it with 400 where it's longer than the last."""

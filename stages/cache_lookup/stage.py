@@ -20,7 +20,7 @@ from flowinfer.message import (
     Prompt,
     WorkerDown,
 )
-from flowinfer.stage import Contract, ModelUse, Stage, StageConfig
+from flowinfer.stage import Contract, ModelUse, Stage, StageConfig, setting
 from flowinfer.units import ByteSize, Duration
 
 
@@ -52,11 +52,11 @@ class CacheLookup(Stage):
         share_inflight: let prompts wait for a prefix that another one is computing.  wait: for how long at most.
         """
 
-        model: str = ""
-        dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-        tiers: Tiers = Tiers()
-        share_inflight: bool = True
-        wait: Duration = 30.0
+        model: str = setting("", change="cold")
+        dtype: Literal["auto", "float32", "bfloat16"] = setting("auto", change="cold")
+        tiers: Tiers = setting(Tiers(), change="cold")
+        share_inflight: bool = setting(True, change="live")
+        wait: Duration = setting(30.0, change="live")
 
         def contract(self) -> Contract:
             """Adds prefix; reads the model's shape, not its weights."""
@@ -76,6 +76,16 @@ class CacheLookup(Stage):
         self._waiting: dict[str, Prompt] = {}
         self._ready: list[Prompt] = []  # let go by a cancel, which can't return messages
 
+    def reconfigure(self, config: Config) -> None:
+        """Prompts that come from now on wait so long at most, or not at all."""
+        self.sharing.wait_s = config.wait
+
+    def inherit(self, before: Stage) -> None:
+        """Knows from the start where blocks are: their events don't come twice."""
+        if isinstance(before, CacheLookup) and before._namespace == self._namespace:
+            self.index = before.index.copy()
+            self.sharing.index = self.index
+
     @property
     def busy(self) -> bool:
         """While prompts that a cancel let go haven't been sent on."""
@@ -92,7 +102,7 @@ class CacheLookup(Stage):
                 yield self._hinted(prompt)
             else:
                 self._waiting[prompt.id] = prompt
-                self.ctx.call_at(now + self.config.wait, self._expire)
+                self.ctx.call_at(now + self.sharing.wait_s, self._expire)
 
     def observe(self, event: Event) -> Iterable[Prompt] | None:
         """Keeps the index up to date; lets prompts go on whose prefix was stored or whose leader stopped."""

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable
 from typing import TYPE_CHECKING
 
 from flowinfer.message import Ended, Event, Message, Piece, Text, TextLogprob, TokenLogprob, Tokens
-from flowinfer.stage import Contract, ModelUse, Stage, StageConfig
+from flowinfer.stage import Contract, ModelUse, Stage, StageConfig, setting
 from flowinfer.stages.detokenize.policy import Stream
 
 if TYPE_CHECKING:
@@ -17,7 +17,7 @@ class Detokenize(Stage):
     """Streams whole characters and cuts at stop strings, whose last piece makes the gateway cancel the work."""
 
     class Config(StageConfig):
-        model: str = ""
+        model: str = setting("", change="cold")
 
         def contract(self) -> Contract:
             return Contract(model=ModelUse(self.model))

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Literal
 from flowinfer.errors import RequestError
 from flowinfer.message import Event, KVData, KVHandle, KVRelease, Message, Sequence, WorkerDown
 from flowinfer.observe import metrics
-from flowinfer.stage import Contract, ModelUse, Stage, StageConfig
+from flowinfer.stage import Contract, ModelUse, Stage, StageConfig, setting
 from flowinfer.units import Duration
 
 if TYPE_CHECKING:
@@ -32,9 +32,9 @@ class KVTransfer(Stage):
         both workers map one arena.  deadline: longest time for the blocks of one sequence to arrive.
         """
 
-        model: str = ""
-        dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-        transport: Literal["auto", "shm", "tcp"] = "auto"
+        model: str = setting("", change="cold")
+        dtype: Literal["auto", "float32", "bfloat16"] = setting("auto", change="cold")
+        transport: Literal["auto", "shm", "tcp"] = setting("auto", change="cold")
         deadline: Duration = 30.0
 
         def contract(self) -> Contract:

@@ -12,7 +12,7 @@ from flowinfer.engine.held import KV_EVENTS, Run
 from flowinfer.errors import RequestError
 from flowinfer.message import Event, KVPin, KVPinned, KVUnpin, Message, Prompt, Sequence, WorkerDown
 from flowinfer.observe import metrics
-from flowinfer.stage import Contract, ModelUse, Stage, StageConfig
+from flowinfer.stage import Contract, ModelUse, Stage, StageConfig, setting
 from flowinfer.units import Duration, TokenCount
 
 if TYPE_CHECKING:
@@ -37,13 +37,13 @@ class Prefill(Stage):
         pin_timeout: longest wait for another worker's cached prefix before it is computed again.
         """
 
-        model: str = ""
-        dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-        step_budget: Duration = 0.05
-        token_budget: TokenCount | None = None
-        max_prompts: int = 64
-        wait: Duration = 60.0
-        pin_timeout: Duration = 1.0
+        model: str = setting("", change="cold")
+        dtype: Literal["auto", "float32", "bfloat16"] = setting("auto", change="cold")
+        step_budget: Duration = setting(0.05, change="live")
+        token_budget: TokenCount | None = setting(None, change="live")
+        max_prompts: int = setting(64, change="live")
+        wait: Duration = setting(60.0, change="live")
+        pin_timeout: Duration = setting(1.0, change="live")
 
         def contract(self) -> Contract:
             """Adds kv; gives credit back when a prompt has left; takes decode's block credit before it starts one."""
@@ -71,6 +71,10 @@ class Prefill(Stage):
         self.pinning: dict[str, str] = {}  # request -> the worker asked for its cached blocks
         self.ready: list[str] = []  # computed, but the worker that was to decode them died
         self.blocked = False
+
+    def reconfigure(self, config: Config) -> None:
+        """Fills the next step by these budgets."""
+        self.scheduler.token_budget = config.token_budget
 
     @property
     def busy(self) -> bool:

@@ -1,0 +1,282 @@
+"""The difference of two plans by stage, edge and setting, and how a running service would take each. Pure.
+
+Settings say their class where they are declared (flowinfer.stage.setting). A stage is replaced *in place*, beside the
+old one in its worker, when no message, memory or credit outlives a step in it; else its whole worker is replaced
+beside the old one, unless that worker holds the service's door.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import msgspec
+
+from flowinfer.graph.plan import API, EdgePlan, Plan, StagePlan
+from flowinfer.stage import ChangeClass, Stage, change_class, ports
+
+ORDER: tuple[ChangeClass, ...] = ("live", "warm", "cold", "refused")
+Loader = Callable[[StagePlan], type[Stage]]
+ABSENT = "(absent)"
+
+
+class Change(msgspec.Struct, frozen=True, kw_only=True):
+    """One difference. path: as `--set` writes it.  how: what would happen, or why it can't.
+
+    stages: those that are replaced in place.  workers: those whose instances are replaced beside the old ones.
+    """
+
+    path: str
+    before: Any
+    after: Any
+    kind: ChangeClass
+    how: str
+    stages: tuple[str, ...] = ()
+    workers: tuple[str, ...] = ()
+
+
+class Diff(msgspec.Struct, frozen=True, kw_only=True):
+    """All differences of two plans. kept: what a running service keeps until its next start, and why."""
+
+    changes: tuple[Change, ...]
+    kept: tuple[str, ...] = ()
+
+    @property
+    def kind(self) -> ChangeClass:
+        """The heaviest class of all changes; live where there are none."""
+        return max((change.kind for change in self.changes), key=ORDER.index, default="live")
+
+    def stages(self) -> frozenset[str]:
+        """Stages that are replaced in place."""
+        return frozenset(name for change in self.changes for name in change.stages)
+
+    def workers(self) -> frozenset[str]:
+        """Workers whose instances are replaced beside the old ones."""
+        return frozenset(name for change in self.changes for name in change.workers)
+
+
+def compare(old: Plan, new: Plan, load: Loader) -> Diff:
+    """What differs in `new`, and how a service that runs `old` takes it. Loads stage classes, opens nothing."""
+    return _Comparison(old, new, load).diff()
+
+
+def settled(old: Plan, new: Plan) -> Plan:
+    """`new` with what a running service keeps until its next start: KV memory and threads that follow from replicas."""
+    if not _is_rescaled(old, new):
+        return new
+    workers = {
+        name: msgspec.structs.replace(worker, kv_bytes=old.workers[name].kv_bytes, threads=old.workers[name].threads)
+        if name in old.workers
+        else worker
+        for name, worker in new.workers.items()
+    }
+    return msgspec.structs.replace(new, workers=workers)
+
+
+def _is_rescaled(old: Plan, new: Plan) -> bool:
+    return any(old.workers[name].replicas != new.workers[name].replicas for name in old.workers.keys() & new.workers)
+
+
+class _Comparison:
+    def __init__(self, old: Plan, new: Plan, load: Loader) -> None:
+        self.old, self.raw, self.new, self.load = old, new, settled(old, new), load
+
+    def diff(self) -> Diff:
+        parts = (self._stages, self._edges, self._workers, self._serve, self._network)
+        return Diff(changes=tuple(change for part in parts for change in part()), kept=tuple(self._kept()))
+
+    # -- stages --------------------------------------------------------------------------------------------------------
+
+    def _stages(self) -> Iterator[Change]:
+        for name in dict.fromkeys((*self.old.stages, *self.new.stages)):
+            before, after = self.old.stages.get(name), self.new.stages.get(name)
+            path = f"stages.{name}"
+            if before is None or after is None:
+                yield self._added_or_removed(path, name, before, after)
+            elif before.worker != after.worker:
+                how = "a stage that moves to another worker needs all of them started anew"
+                yield Change(path=f"{path}.place", before=before.worker, after=after.worker, kind="cold", how=how)
+            elif before.kind != after.kind:
+                yield self._replaced(f"{path}.use", before.kind, after.kind, name)
+            else:
+                yield from self._settings(path, before, after)
+
+    def _added_or_removed(self, path: str, name: str, before: StagePlan | None, after: StagePlan | None) -> Change:
+        kinds = {"before": before.kind if before else ABSENT, "after": after.kind if after else ABSENT}
+        reason = self._not_in_place(name)
+        if reason:
+            return Change(path=path, kind="cold", how=reason, **kinds)
+        word = "built and put on its edges" if after else "taken off its edges once it's empty"
+        how = f"{word} inside worker {(after or before).worker}"  # type: ignore[union-attr]
+        return Change(path=path, kind="warm", how=how, stages=(name,), **kinds)
+
+    def _settings(self, path: str, before: StagePlan, after: StagePlan) -> Iterator[Change]:
+        cls = self.load(after)
+        prefix = {True: "serve", False: f"{path}.with"}[after.name == API]
+        for key in dict.fromkeys((*before.config, *after.config)):
+            if before.config.get(key) == after.config.get(key):
+                continue
+            for leaf, was, now in _leaves(
+                f"{prefix}.{key}", before.config.get(key, ABSENT), after.config.get(key, ABSENT)
+            ):
+                yield self._setting(cls, key, leaf, was, now, after.name)
+
+    def _setting(self, cls: type[Stage], key: str, path: str, was: Any, now: Any, stage: str) -> Change:
+        kind = change_class(cls.Config, key)
+        if kind == "live" and cls.reconfigure is not Stage.reconfigure:
+            return Change(path=path, before=was, after=now, kind="live", how="between two steps")
+        if kind == "cold":
+            how = "doesn't fit beside what runs"
+            return Change(path=path, before=was, after=now, kind="cold", how=how)
+        if kind == "refused":
+            return Change(path=path, before=was, after=now, kind="refused", how="only a new start brings it")
+        return self._replaced(path, was, now, stage)
+
+    def _replaced(self, path: str, was: Any, now: Any, stage: str) -> Change:
+        """The stage is replaced in place, or its worker beside the old one, or everything."""
+        reason = self._not_in_place(stage)
+        worker = self.new.stages[stage].worker
+        if not reason:
+            how = f"a new {stage} beside the old one in worker {worker}, which ends its own requests"
+            return Change(path=path, before=was, after=now, kind="warm", how=how, stages=(stage,))
+        if worker != self._door:
+            how = f"a new worker {worker} beside the old one, which ends its own requests"
+            return Change(path=path, before=was, after=now, kind="warm", how=how, workers=(worker,))
+        return Change(path=path, before=was, after=now, kind="cold", how=reason)
+
+    @property
+    def _door(self) -> str:
+        return self.new.stages[API].worker if API in self.new.stages else ""
+
+    def _not_in_place(self, name: str) -> str:
+        """Why this stage can't be built beside its predecessor in one worker, "" if it can."""
+        for plan in (self.old, self.new):
+            if name in plan.stages and (reason := self._not_shareable(plan, name)):
+                return reason
+        for edge in self._new_edges_of(name):
+            if not edge.fused:
+                return f"edge {edge.name} between workers is new or gone"
+        return ""
+
+    def _not_shareable(self, plan: Plan, name: str) -> str:
+        stage = plan.stages[name]
+        if name == API:
+            return "the door of the service can't stand beside itself"
+        cls = self.load(stage)
+        contract = cls.Config.model_validate(stage.config).contract()
+        inputs, outputs = ports(cls)
+        if contract.held or contract.reserves or contract.units or (contract.model and contract.model.weights):
+            return f"{name} holds memory or credit of its requests"
+        if any(port.message.local for port in (*inputs, *outputs)):
+            return f"{name} shares the device's batch with its neighbours"
+        if stage.worker != self._door and any("id" not in port.message.__struct_fields__ for port in inputs):
+            return f"{name} gets whole steps in a worker that doesn't know their requests"
+        return ""
+
+    def _new_edges_of(self, name: str) -> list[EdgePlan]:
+        """Edges of this stage that only one of the plans has."""
+        old, new = ({edge.name: edge for edge in plan.edges} for plan in (self.old, self.new))
+        lone = old.keys() ^ new.keys()
+        return [
+            edge
+            for edge in (*self.old.edges, *self.new.edges)
+            if edge.name in lone and name in (edge.source, edge.target)
+        ]
+
+    # -- edges, workers, the rest --------------------------------------------------------------------------------------
+
+    def _edges(self) -> Iterator[Change]:
+        old, new = ({edge.name: edge for edge in plan.edges} for plan in (self.old, self.new))
+        for name in dict.fromkeys((*old, *new)):
+            before, after = old.get(name), new.get(name)
+            path = f'edges."{name}"'
+            if before is None or after is None:
+                edge: EdgePlan = before or after  # type: ignore[assignment]
+                kind, how = self._lone_edge(edge)
+                was, now = (edge.message, ABSENT) if before else (ABSENT, edge.message)
+                yield Change(path=path, before=was, after=now, kind=kind, how=how)
+            else:
+                yield from self._edge(path, before, after)
+
+    def _lone_edge(self, edge: EdgePlan) -> tuple[ChangeClass, str]:
+        if not edge.fused:
+            return "cold", "a queue between workers is opened when they start"
+        for end in (edge.source, edge.target):
+            for plan in (self.old, self.new):
+                if end in plan.stages and end != API and (reason := self._not_shareable(plan, end)):
+                    return "cold", reason
+        return "warm", "switched between two turns of the worker"
+
+    def _edge(self, path: str, before: EdgePlan, after: EdgePlan) -> Iterator[Change]:
+        for key in ("message", "dispatch", "key", "lanes", "unit", "back"):
+            was, now = getattr(before, key), getattr(after, key)
+            if was != now:
+                how = "queues between workers keep their shape while they run"
+                yield Change(path=f"{path}.{key}", before=was, after=now, kind="cold", how=how)
+        if before.capacity != after.capacity:
+            by_blocks = after.unit == "blocks"
+            how = "the consumer offers its blocks when it starts" if by_blocks else "credit grows or shrinks in place"
+            kind: ChangeClass = "cold" if by_blocks else "live"
+            yield Change(path=f"{path}.capacity", before=before.capacity, after=after.capacity, kind=kind, how=how)
+
+    def _workers(self) -> Iterator[Change]:
+        for name in dict.fromkeys((*self.old.workers, *self.new.workers)):
+            before, after = self.old.workers.get(name), self.new.workers.get(name)
+            path = f"workers.{name}"
+            if before is None or after is None:
+                was, now = (ABSENT, "a worker") if before is None else ("a worker", ABSENT)
+                yield Change(path=path, before=was, after=now, kind="cold", how="all workers are started anew")
+                continue
+            if before.replicas != after.replicas:
+                up = after.replicas > before.replicas
+                how = (
+                    "a new instance starts, then joins"
+                    if up
+                    else "an instance gets nothing new, ends what it has, leaves"
+                )
+                yield Change(
+                    path=f"{path}.replicas", before=before.replicas, after=after.replicas, kind="warm", how=how
+                )
+            for key, word in (("device", "device"), ("threads", "threads"), ("kv_bytes", "kv_memory")):
+                was, now = getattr(before, key), getattr(after, key)
+                if was != now:
+                    yield Change(
+                        path=f"{path}.{word}",
+                        before=was,
+                        after=now,
+                        kind="cold",
+                        how="memory and threads are laid out at the start",
+                    )
+
+    def _serve(self) -> Iterator[Change]:
+        """What the api's own settings don't show."""
+        for key in ("host", "port"):
+            was, now = getattr(self.old.serve, key), getattr(self.new.serve, key)
+            if was != now:
+                how = "the listening socket is opened once; start the service anew"
+                yield Change(path=f"serve.{key}", before=was, after=now, kind="refused", how=how)
+        was, now = self.old.serve.drain_timeout_s, self.new.serve.drain_timeout_s
+        if was != now:
+            yield Change(path="serve.drain_timeout", before=was, after=now, kind="live", how="used by the next drain")
+
+    def _network(self) -> Iterator[Change]:
+        if self.old.network != self.new.network:
+            how = "how workers reach each other is fixed while they run; start the service anew"
+            before, after = self.old.network.transport, self.new.network.transport
+            yield Change(path="network", before=before, after=after, kind="refused", how=how)
+
+    def _kept(self) -> Iterator[str]:
+        for name in self.new.workers.keys() & self.raw.workers:
+            raw, kept = self.raw.workers[name], self.new.workers[name]
+            if (raw.kv_bytes, raw.threads) != (kept.kv_bytes, kept.threads):
+                yield f"workers.{name}: KV memory and threads follow the replicas only at the next start"
+
+
+def _leaves(path: str, was: Any, now: Any) -> Iterator[tuple[str, Any, Any]]:
+    """The members of two maps that differ, each by its path; anything else as a whole."""
+    if not (isinstance(was, dict) and isinstance(now, dict)):
+        yield path, was, now
+        return
+    for key in dict.fromkeys((*was, *now)):
+        if was.get(key, ABSENT) != now.get(key, ABSENT):
+            yield from _leaves(f"{path}.{key}", was.get(key, ABSENT), now.get(key, ABSENT))
