@@ -1,0 +1,153 @@
+"""prefill, kv-transfer, moe-decode and spec-verify in one group on a small random model, with a client at both ends."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from flowinfer.engine.layout import KVLayout
+from flowinfer.graph.plan import EdgePlan, Plan, StagePlan, WorkerPlan
+from flowinfer.message import Cancel, Ended, Event, Failure, Message, Prompt, Sampling, Tokens
+from flowinfer.runtime.clock import SystemClock
+from flowinfer.runtime.group import Group, Host
+from flowinfer.runtime.loading import load_class
+from flowinfer.stage import Arena, Stage
+
+DEVICE = os.environ.get("FLOWINFER_TEST_DEVICE", "cpu")  # cuda:0 runs all of this on a GPU
+
+
+def save_random_llama(folder: Path, vocab_size: int, context: int) -> None:
+    """A small Llama of random weights; id 1 begins a text, id 2 ends it."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=vocab_size,
+        hidden_size=48,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=context,
+        initializer_range=0.3,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+
+
+class Client(Stage):
+    """Sends prompts and keeps the tokens that come back."""
+
+    kind = "api"
+    listens = (Failure,)
+
+    def __init__(self, config: Any, ctx: Any) -> None:
+        super().__init__(config, ctx)
+        self.outbox: list[Prompt] = []
+        self.tokens: dict[str, list[int]] = {}
+        self.ended: dict[str, Any] = {}
+
+    @property
+    def busy(self) -> bool:
+        return bool(self.outbox)
+
+    def step(self, tokens: list[Tokens]) -> Iterable[Prompt]:
+        for batch in tokens:
+            ends = np.cumsum(batch.counts)
+            for i, id in enumerate(batch.ids):
+                new = batch.tokens[ends[i] - batch.counts[i] : ends[i]].tolist()
+                self.tokens.setdefault(id, []).extend(new)
+                if i in batch.finished:
+                    assert id not in self.ended, "a request ends once"
+                    self.ended[id] = batch.finished[i]
+                    self.ctx.send(Ended(ids=[id]))
+        prompts, self.outbox = self.outbox, []
+        return prompts
+
+    def observe(self, event: Event) -> Iterable[Message] | None:
+        assert isinstance(event, Failure)
+        self.ended[event.id] = event
+        return None
+
+
+EDGES = (
+    ("api", "lookup", "Prompt", "prompts"),
+    ("lookup", "prefill", "Prompt", "prompts"),
+    ("prefill", "transfer", "Sequence", "sequences"),
+    ("transfer", "decode", "Sequence", "sequences"),
+    ("decode", "verify", "Logits", "logits"),
+    ("verify", "decode", "Proposal", "proposals"),
+    ("verify", "api", "Tokens", "tokens"),
+)
+
+
+class Service:
+    """The five stages in one group over `num_blocks` blocks."""
+
+    def __init__(self, model: Path, *, num_blocks: int, draft: str = "none", **decode: Any) -> None:
+        named = {"model": str(model), "dtype": "float32"}
+        kinds: dict[str, tuple[str, dict[str, Any]]] = {
+            "api": ("api", {}),
+            "lookup": ("cache-lookup", named),
+            "prefill": ("prefill", {**named, "token_budget": 96}),
+            "transfer": ("kv-transfer", named),
+            "decode": ("moe-decode", {**named, "max_batch": 8, **decode}),
+            "verify": ("spec-verify", {"draft": draft}),
+        }
+        stages = {n: StagePlan(name=n, kind=k, config=c, worker="front") for n, (k, c) in kinds.items()}
+        edges = tuple(
+            EdgePlan(name=f"{a} -> {b}", source=a, target=b, message=m, port=p, fused=True, back=m == "Proposal")
+            for a, b, m, p in EDGES
+        )
+        workers = {"front": WorkerPlan(name="front", stages=tuple(stages))}
+        plan = Plan(name="t", digest="", file="", stages=stages, edges=edges, workers=workers)
+
+        def arena(layout: KVLayout) -> Arena:
+            return Arena(memoryview(bytearray(num_blocks * layout.block_bytes)), num_blocks, 0, num_blocks)
+
+        self.group = Group(
+            plan,
+            list(stages.values()),
+            Host(arena=arena, device=DEVICE),
+            lambda stage: Client if stage.kind == "api" else load_class(stage.kind),
+            name="front.0",
+            generation=1,
+            clock=SystemClock(),
+        )
+        self.group.open()
+        self.client: Client = self.group.by_name["api"].stage  # type: ignore[assignment]
+        self.decode: Any = self.group.by_name["decode"].stage
+        self.pool = self.decode.engine.pool
+
+    def send(self, *prompts: Prompt) -> None:
+        self.client.outbox.extend(prompts)
+
+    def cancel(self, *ids: str) -> None:
+        for id in ids:
+            self.client.ended.setdefault(id, "cancelled")
+        self.group.emit(Cancel(ids=list(ids)))
+
+    def turn(self, count: int = 1) -> None:
+        for _ in range(count):
+            self.group.turn()
+
+    def finish(self, ids: Iterable[str], turns: int = 40_000) -> dict[str, list[int]]:
+        ids = list(ids)
+        for _ in range(turns):
+            if all(id in self.client.ended for id in ids):
+                self.turn(2)
+                return {id: self.client.tokens.get(id, []) for id in ids}
+            self.group.turn()
+        raise AssertionError(f"not ended: {[id for id in ids if id not in self.client.ended]}")
+
+
+def prompt(id: str, tokens: Iterable[int], max_tokens: int = 24, **sampling: Any) -> Prompt:
+    options = {"temperature": 0.0, "ignore_eos": True, "seed": 7, **sampling}
+    return Prompt(id=id, tokens=np.array(list(tokens), np.int32), sampling=Sampling(max_tokens=max_tokens, **options))
