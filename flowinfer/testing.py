@@ -22,6 +22,7 @@ from flowinfer.graph import load_plan
 from flowinfer.graph.plan import Plan
 from flowinfer.message import Piece
 from flowinfer.runtime.local import LocalService
+from flowinfer.runtime.models import fetch_models
 from flowinfer.serve.gateway import GatewayConfig
 from flowinfer.serve.openai.chat import ChatRequest, chat_job
 from flowinfer.serve.openai.completions import CompletionRequest, completion_job
@@ -133,6 +134,7 @@ def run_inline(path: Path) -> Iterator[Outcome]:
     """Runs the cases of a test file in this process, one after the other."""
     test = PipelineTest.load(path)
     plan = test.plan(path)
+    fetch_models(plan)
     config = GatewayConfig.of(plan)
     limits = Limits(config.models, config.max_requests, config.default_max_tokens, config.tools)
     with LocalService(plan) as service:

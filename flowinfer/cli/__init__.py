@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import importlib
 import sys
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import click
 
@@ -24,6 +25,7 @@ COMMANDS = {
     "chat": Entry("flowinfer.cli.chat:chat", "Chat with a model in the terminal."),
     "batch": Entry("flowinfer.cli.batch:batch", "Answer a file of requests offline."),
     "new": Entry("flowinfer.cli.new:new", "Write the files of a new stage."),
+    "compare": Entry("flowinfer.cli.compare:compare", "Tell which of two graphs is better, and by how much."),
     "test": Entry("flowinfer.cli.test:test", "Run the tests beside pipelines and stages."),
     "check": Entry("flowinfer.cli.spec:check", "Find every mistake in a pipeline file."),
     "show": Entry("flowinfer.cli.spec:show", "Print the resolved file, and where each value came from."),
@@ -67,8 +69,16 @@ class LazyGroup(click.Group):
         try:
             return super().invoke(ctx)
         except FlowInferError as error:
-            print_error(error)
-            ctx.exit(1)
+            return self._told(ctx, error)
+        except OSError as error:
+            if error.errno in (None, errno.EPIPE):  # not of the machine; a closed pipe is click's own business
+                raise
+            place = f": {error.filename}" if error.filename else ""
+            return self._told(ctx, FlowInferError(f"{error.strerror}{place}"))
+
+    def _told(self, ctx: click.Context, error: FlowInferError) -> NoReturn:
+        print_error(error)
+        ctx.exit(1)
 
 
 def print_error(error: FlowInferError) -> None:

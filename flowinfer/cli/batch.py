@@ -47,6 +47,7 @@ def batch(
     """
     from flowinfer.graph import load_plan
     from flowinfer.runtime.local import LocalService
+    from flowinfer.runtime.models import fetch_models
     from flowinfer.serve.gateway import GatewayConfig
 
     plan = load_plan(file, overlays, sets, allow_local)
@@ -54,6 +55,7 @@ def batch(
     journal = Journal(output)
     try:
         _check_same_batch(journal, keys, source)
+        fetch_models(plan)
         config = GatewayConfig.of(plan)
         limits = Limits(config.models, max(in_flight, 1), config.default_max_tokens, config.tools)
         console = Console(stderr=True)

