@@ -28,7 +28,7 @@ LAYERS = (
     ("stages",),
     ("runtime",),
     ("serve",),
-    ("testing", "fakes"),
+    ("testing", "fakes", "compare", "sim"),
     ("cli",),
 )
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}

@@ -1,13 +1,15 @@
 """Paged KV blocks: who holds which, which are cached by content, which go first. Knows only ids, never bytes.
 
-A block is free, held (refs > 0), or cached: named by the chain hash of its content and kept, least recently used first
-to go, until its room is needed. The tail of a sequence goes before its head: a prefix is worth nothing without it.
+A block is free, held (refs > 0), or cached: named by the chain hash of its content and kept until its room is needed.
+Which cached block goes first is the eviction's choice.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+
+from flowinfer.cache.policies.eviction import LRU, Eviction
 
 Report = Callable[[list[bytes]], None]
 
@@ -15,14 +17,23 @@ Report = Callable[[list[bytes]], None]
 class KVPool:
     """Blocks [first, end) of an arena. cached_limit bounds the unheld cached blocks; 0 turns the prefix cache off.
 
-    on_stored and on_removed are told the chain hashes that entered or left the prefix cache.
+    on_stored and on_removed are told the chain hashes that entered or left the prefix cache. eviction: LRU if none.
     """
 
-    def __init__(self, first: int, end: int, *, cached_limit: int, on_stored: Report, on_removed: Report) -> None:
+    def __init__(
+        self,
+        first: int,
+        end: int,
+        *,
+        cached_limit: int,
+        on_stored: Report,
+        on_removed: Report,
+        eviction: Eviction | None = None,
+    ) -> None:
         self.first, self.end, self.cached_limit = first, end, cached_limit
         self._free: deque[int] = deque(range(first, end))
         self._refs: dict[int, int] = {}
-        self._cached: OrderedDict[int, None] = OrderedDict()
+        self._cached: Eviction = eviction or LRU()  # names of cached blocks that nobody holds
         self._name: dict[int, bytes] = {}
         self._named: dict[bytes, int] = {}
         self._on_stored, self._on_removed = on_stored, on_removed
@@ -69,8 +80,9 @@ class KVPool:
             block = self._named.get(name)
             if block is None:
                 break
+            if block not in self._refs:
+                self._cached.take(name)
             self._refs[block] = self._refs.get(block, 0) + 1
-            self._cached.pop(block, None)
             blocks.append(block)
         return blocks
 
@@ -83,36 +95,51 @@ class KVPool:
         return next((i for i, name in enumerate(hashes) if name not in self._named), len(hashes))
 
     def commit(self, named: Iterable[tuple[int, bytes]]) -> None:
-        """Names held, completely written blocks. A name that another block has already is left with that one."""
+        """Names held, completely written blocks. A name that another held block has already is left with that one."""
         if not self.cached_limit:
             return
         stored = []
         for block, name in named:
-            if self._refs.get(block, 0) > 0 and name not in self._named and block not in self._name:
-                self._name[block], self._named[name] = name, block
+            if block not in self._refs or block in self._name:
+                continue
+            if name not in self._named:
                 stored.append(name)
+            elif not self._replace(name):
+                continue
+            self._name[block], self._named[name] = name, block
         if stored:
             self._on_stored(stored)
 
+    def _replace(self, name: bytes) -> bool:
+        """Frees the cached block of a name that was computed again: its head had gone. False where it is held."""
+        block = self._named[name]
+        if block in self._refs:
+            return False
+        self._cached.take(name)
+        del self._name[block]
+        self._free.append(block)
+        return True
+
     def release(self, blocks: Iterable[int]) -> None:
-        """Gives back one hold on each block, the tail first, so that it is evicted before the head."""
-        for block in reversed(list(blocks)):
+        """Gives back one hold on each block; they follow each other in one sequence, its head first."""
+        unheld: list[bytes] = []
+        for block in blocks:
             self._refs[block] -= 1
             if self._refs[block]:
                 continue
             del self._refs[block]
-            if block in self._name:
-                self._cached[block] = None
+            if (name := self._name.get(block)) is not None:
+                unheld.append(name)
             else:
                 self._free.append(block)
+        self._cached.put(unheld)
         if (excess := len(self._cached) - self.cached_limit) > 0:
             self._evict(excess)
 
     def clear_cache(self) -> None:
         """Forgets all cached content; held blocks stay held but lose their names."""
         names = list(self._named)
-        self._free.extend(self._cached)
-        self._cached.clear()
+        self._free.extend(self._named[name] for name in self._cached.clear())
         self._name.clear()
         self._named.clear()
         if names:
@@ -121,9 +148,9 @@ class KVPool:
     def _evict(self, count: int) -> None:
         removed = []
         for _ in range(count):
-            block, _none = self._cached.popitem(last=False)
-            name = self._name.pop(block)
-            del self._named[name]
+            name = self._cached.pop()
+            block = self._named.pop(name)
+            del self._name[block]
             removed.append(name)
             self._free.append(block)
         self._on_removed(removed)
