@@ -1,0 +1,267 @@
+"""The disk tier's store: put, get, contains. Ties index, writer, reader and janitor together; decides nothing."""
+
+from __future__ import annotations
+
+import logging
+import sqlite3
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from flowinfer.cache.disk.index import FILE, DiskIndex, Entry
+from flowinfer.cache.disk.io import PAGE, Arena, Buffer, Files
+from flowinfer.cache.disk.lock import ServiceLock
+from flowinfer.cache.disk.reader import BlockReader, ReadFault
+from flowinfer.cache.disk.rebuild import rebuild
+from flowinfer.cache.disk.records import MAX_WORD
+from flowinfer.cache.disk.retention import Retention, SteadyClock, expiry_group
+from flowinfer.cache.disk.room import Janitor, Limits
+from flowinfer.cache.disk.writer import Placing, Writer
+from flowinfer.errors import FlowInferError
+
+log = logging.getLogger(__name__)
+MIN_SEGMENTS = 16  # a store has room for so many, however small it is: else one eviction empties half of it
+
+
+@dataclass(frozen=True)
+class StoreSettings:
+    """size: bytes on disk.  segment: bytes of a segment, at most a sixteenth of size.  service: the same in all
+    processes that may share the store.  backlog: bytes that may wait to be written; what exceeds them is dropped."""
+
+    path: Path
+    size: int
+    service: str
+    segment: int = 1 << 30
+    retention: Retention = field(default_factory=Retention)
+    class_limits: Mapping[str, int] = field(default_factory=dict)
+    tenant_limit: int | None = None
+    threads: int = 3
+    backlog: int = 256 << 20
+    sweep_s: float = 5.0
+
+    @property
+    def segment_bytes(self) -> int:
+        """Bytes of a segment: whole pages."""
+        return max(4 * PAGE, min(self.segment, self.size // MIN_SEGMENTS) // PAGE * PAGE)
+
+
+class DiskStore:
+    """Blocks on disk under 16-byte names. Thread-safe, and safe to open in several processes of one service.
+
+    removed(names, cause) is told of what left the store through this process. Raises FlowInferError from the
+    constructor where the path can't be used or another service has it; no other method raises for what a device does.
+    """
+
+    def __init__(
+        self,
+        settings: StoreSettings,
+        *,
+        files: Files | None = None,
+        wall: Callable[[], float] = time.time,
+        monotonic: Callable[[], float] = time.monotonic,
+        removed: Callable[[Sequence[bytes], str], None] = lambda names, cause: None,
+    ) -> None:
+        self.settings, self._files = settings, files or Files()
+        self.counts: Counter[str] = Counter()
+        self._wall, self._monotonic, self._told = wall, monotonic, removed
+        folder = self._prepare(settings.path)
+        self._lock = ServiceLock(folder, settings.service)
+        try:
+            self._open(folder)
+        except BaseException:
+            self._lock.close()
+            raise
+
+    def _prepare(self, path: Path) -> Path:
+        folder = path.expanduser()
+        try:
+            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            self._files.probe(folder)
+        except OSError as error:
+            raise FlowInferError(f"the disk cache can't use {folder}: {error.strerror}.") from error
+        return folder
+
+    def _open(self, folder: Path) -> None:
+        settings = self.settings
+        self._index = open_index(folder)
+        self._clock = SteadyClock(self._index.high_water(), self._wall(), self._monotonic())
+        self._arena = Arena(2 * settings.threads)
+        self._pool = ThreadPoolExecutor(settings.threads, thread_name_prefix="disk-io")
+        self._reader = BlockReader(self._files, self._arena, folder, self._index)
+        # One segment is set aside for what is copied forward.
+        limits = Limits(settings.size - settings.segment_bytes, settings.class_limits, settings.tenant_limit)
+        self._janitor = Janitor(folder, self._index, self._reader, limits, self._copy_forward, self._removed)
+        self._janitor.recover()
+        self._index.set_high_water(self.now())
+        self._swept = self._monotonic()
+        self._renewals: dict[bytes, float] = {}
+        self._writer = Writer(
+            self._files,
+            self._arena,
+            folder,
+            self._index,
+            self._pool,
+            segment_bytes=settings.segment_bytes,
+            backlog_bytes=settings.backlog,
+            make_room=lambda size: self._janitor.make_room(size, self.now()),
+            tick=self._tick,
+            now=self.now,
+            tick_s=min(1.0, settings.sweep_s),
+            count=self._count,
+        )
+
+    def now(self) -> float:
+        """Cache time: see SteadyClock."""
+        return self._clock.now(self._wall(), self._monotonic())
+
+    def put(
+        self,
+        blocks: Sequence[tuple[bytes, Buffer]],
+        *,
+        namespace: str,
+        cls: str,
+        tenant: str = "",
+        keep_s: float | None = None,
+    ) -> Future[list[bytes]]:
+        """Stores blocks behind the caller's back; the future has the names that are durable now.
+
+        keep_s: how long they stay after their last use, instead of the class's retention; 0 stores nothing. Blocks
+        that are there already are renewed instead. The memory must not change until the future is done.
+        """
+        for word in (namespace, cls, tenant):
+            assert len(word.encode()) <= MAX_WORD, f"{word!r} is too long for a record"
+        keep = self.settings.retention.of(cls) if keep_s is None else keep_s
+        known = self._find([name for name, _ in blocks], namespace)
+        now = self.now()
+        self._renewals.update(dict.fromkeys(known, now))
+        fresh = [(name, payload) for name, payload in blocks if name not in known and keep > 0]
+        return self._writer.put(fresh, Placing(namespace, cls, tenant, now, now + keep, expiry_group(now + keep, keep)))
+
+    def contains(self, names: Sequence[bytes], namespace: str) -> int:
+        """How many of the leading blocks are there."""
+        known = self._find(names, namespace)
+        return next((i for i, name in enumerate(names) if name not in known), len(names))
+
+    def get(self, names: Sequence[bytes], targets: Sequence[Buffer], namespace: str) -> list[bool]:
+        """Reads blocks into memory of their size, some at a time; says for each whether it is there and whole.
+
+        What can't be read, or isn't what it should be, is logged, counted and forgotten.
+        """
+        known = self._find(names, namespace)
+        reads = [
+            self._pool.submit(self._get_one, known[name], target) if name in known else None
+            for name, target in zip(names, targets, strict=True)
+        ]
+        found = [read is not None and read.result() for read in reads]
+        now = self.now()
+        self._renewals.update((name, now) for name, there in zip(names, found, strict=True) if there)
+        self.counts["hits"] += sum(found)
+        self.counts["misses"] += len(names) - len(known)
+        return found
+
+    def remove(self, names: Sequence[bytes]) -> int:
+        """Forgets blocks; their room is freed later. Returns how many were there."""
+        removed = self._index.remove(names)
+        self._removed(removed, "removed")
+        return len(removed)
+
+    def names(self, namespace: str) -> list[bytes]:
+        """All blocks of a namespace."""
+        try:
+            return self._index.names(namespace, self.now())
+        except OSError as error:
+            self._fault("read_index", str(error))
+            return []
+
+    def close(self) -> None:
+        """Writes what is pending and lets go of the path."""
+        self._writer.close()
+        self._pool.shutdown()
+        self._renew()
+        self._reader.readers.forget()
+        self._index.close()
+        self._lock.close()
+
+    def sweep(self) -> None:
+        """Renews, expires and compacts; the commit thread does so by itself every sweep_s."""
+        self._renew()
+        with self._writer.lock:
+            self._janitor.sweep(self.now())
+
+    # ------------------------------------------------------------------------------------------------------- private
+
+    def _find(self, names: Sequence[bytes], namespace: str) -> dict[bytes, Entry]:
+        try:
+            return self._index.find(names, namespace, self.now())
+        except OSError as error:
+            self._fault("read_index", str(error))
+            return {}
+
+    def _get_one(self, entry: Entry, target: Buffer) -> bool:
+        try:
+            self._reader.read(entry, target)
+        except ReadFault as fault:
+            self._fault(f"read_{fault.cause}", f"block {entry.name.hex()} in segment {entry.segment}: {fault.detail}")
+            self._drop(entry)
+            return False
+        return True
+
+    def _drop(self, entry: Entry) -> None:
+        try:
+            self._removed(self._index.remove([entry.name], segment=entry.segment), "damaged")
+        except OSError as error:
+            self._fault("read_index", str(error))
+
+    def _copy_forward(self, entry: Entry, payload: memoryview) -> bool:
+        keep = self.settings.retention.of(entry.cls)
+        group = expiry_group(entry.expiry, keep or 1)
+        placing = Placing(entry.namespace, entry.cls, entry.tenant, self.now(), entry.expiry, group)
+        copied = self._writer.append_now(entry.name, payload, placing)
+        self._count("copied_forward", copied)
+        return copied
+
+    def _tick(self) -> None:
+        if self._monotonic() - self._swept < self.settings.sweep_s:
+            return
+        self._swept = self._monotonic()
+        try:
+            self.sweep()
+        except OSError as error:
+            self._fault("sweep", str(error))
+
+    def _renew(self) -> None:
+        hits, self._renewals = self._renewals, {}
+        if not hits:
+            return
+        retention = self.settings.retention
+        classes = {usage.cls for usage in self._index.usage()}
+        self._index.renew(hits, {cls: retention.of(cls) for cls in classes})
+
+    def _removed(self, names: Sequence[bytes], cause: str) -> None:
+        self._count(f"removed_{cause}", len(names))
+        self._told(names, cause)
+
+    def _fault(self, cause: str, detail: str) -> None:
+        self._count(cause, 1)
+        log.warning("disk cache %s: %s", cause, detail)
+
+    def _count(self, what: str, number: int) -> None:
+        self.counts[what] += number
+
+
+def open_index(folder: Path) -> DiskIndex:
+    """The store's index; made anew from the segments where it is missing or damaged."""
+    try:
+        index = DiskIndex(folder)
+    except sqlite3.DatabaseError as error:
+        log.warning("disk cache %s: the index is damaged (%s) and is made anew", folder, error)
+        for name in (FILE, f"{FILE}-wal", f"{FILE}-shm"):
+            (folder / name).unlink(missing_ok=True)
+        index = DiskIndex(folder)
+    if not index.complete:
+        found = rebuild(folder, index)
+        log.info("disk cache %s: %d blocks found", folder, found)
+    return index

@@ -1,0 +1,274 @@
+"""Appends blocks to segments behind the caller's back and makes them visible once they are durable, many at a time.
+
+Order is all: payload and header, fdatasync, then the index. A crash leaves at worst bytes that nothing points to.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import mmap
+import os
+import queue
+import secrets
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from flowinfer.cache.disk.index import DiskIndex, Entry
+from flowinfer.cache.disk.io import Arena, Buffer, Files, is_aligned, padded
+from flowinfer.cache.disk.records import Record, checksum, record_size
+from flowinfer.cache.disk.segments import OpenSegment, create_segment
+
+log = logging.getLogger(__name__)
+MAX_OPEN = 4  # segments that a process writes to: each takes its whole size on the device until it is sealed
+GROUP_BYTES = 128 << 20  # what one fdatasync covers at most, so that no block waits long for those behind it
+PAUSE_S = 30.0  # after a full or broken device, writes are dropped for so long
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+@dataclass(frozen=True)
+class Placing:
+    """What all blocks of one put share. group: as in retention.expiry_group."""
+
+    namespace: str
+    cls: str
+    tenant: str
+    written: float
+    expiry: float
+    group: int
+
+
+Written = tuple[OpenSegment, Entry | None]  # None where the device refused the record
+
+
+@dataclass
+class _Batch:
+    records: list[Future[Written]] = field(default_factory=list)
+    size: int = 0
+    done: Future[list[bytes]] = field(default_factory=Future)
+
+
+class Writer:
+    """One per process. `make_room(bytes)` is called before a segment of that size is made. `tick` runs now and then."""
+
+    def __init__(
+        self,
+        files: Files,
+        arena: Arena,
+        folder: Path,
+        index: DiskIndex,
+        pool: ThreadPoolExecutor,
+        *,
+        segment_bytes: int,
+        backlog_bytes: int,
+        make_room: Callable[[int], None],
+        tick: Callable[[], None],
+        now: Callable[[], float],
+        tick_s: float,
+        count: Callable[[str, int], None],
+    ) -> None:
+        self._files, self._arena, self._folder, self._index, self._pool = files, arena, folder, index, pool
+        self._segment_bytes, self._backlog_bytes = segment_bytes, backlog_bytes
+        self._make_room, self._count, self._now = make_room, count, now
+        self.lock = threading.RLock()
+        self._open: dict[tuple[str, int], OpenSegment] = {}  # by class and group, last used last
+        self._pending_bytes = 0
+        self._paused_until = 0.0
+        self._batches: queue.SimpleQueue[_Batch | None] = queue.SimpleQueue()
+        self._tick, self._tick_s = tick, tick_s
+        self._thread = threading.Thread(target=self._commit_all, name="disk-commit", daemon=True)
+        self._thread.start()
+
+    def put(self, blocks: Sequence[tuple[bytes, Buffer]], placing: Placing) -> Future[list[bytes]]:
+        """Names that were stored, once they are durable. The memory must not change until then. Never raises OSError.
+
+        What exceeds the backlog, or comes while the device is full, is dropped and counted.
+        """
+        batch = _Batch()
+        for name, payload in blocks:
+            with self.lock:
+                place = self._reserve(payload.nbytes, placing)
+                if place is None:
+                    continue
+                self._pending_bytes += payload.nbytes
+            batch.size += payload.nbytes
+            batch.records.append(self._pool.submit(self.write, place, name, payload, placing))
+        self._batches.put(batch)
+        return batch.done
+
+    def write(self, place: tuple[OpenSegment, int], name: bytes, payload: Buffer, placing: Placing) -> Written:
+        """Writes one record at its reserved place."""
+        segment, offset = place
+        record = Record(
+            name, placing.namespace, placing.cls, placing.tenant, placing.written, placing.expiry,
+            offset, payload.nbytes, checksum(payload),
+        )  # fmt: skip
+        try:
+            with self._arena.slot() as (page, room):
+                record.pack_into(page, segment.key)
+                self._files.write(segment.fd, [page, self._writable(payload, room)], offset)
+        except OSError as error:
+            self._give_up(segment, error)
+            return segment, None
+        return segment, Entry(
+            name, placing.namespace, placing.cls, placing.tenant, segment.id, offset, payload.nbytes, record.size,
+            placing.expiry,
+        )  # fmt: skip
+
+    def append_now(self, name: bytes, payload: Buffer, placing: Placing) -> bool:
+        """Writes one record and waits until it is durable and visible; for copying forward, with the lock held."""
+        place = self._reserve(payload.nbytes, placing, may_make_room=False)
+        return place is not None and bool(self._commit([self.write(place, name, payload, placing)]))
+
+    def close(self) -> None:
+        """Stores what is pending, then seals the open segments."""
+        self._batches.put(None)
+        self._thread.join()
+        with self.lock:
+            for key in list(self._open):
+                self._seal(key)
+
+    # ----------------------------------------------------------------------------------------------------- reserving
+
+    def _reserve(self, length: int, placing: Placing, *, may_make_room: bool = True) -> tuple[OpenSegment, int] | None:
+        size = record_size(length)
+        if cause := self._refusal(length, size):
+            self._count(f"dropped_{cause}", 1)
+            return None
+        key = (placing.cls, placing.group)
+        segment = self._open.pop(key, None)
+        offset = segment.reserve(size) if segment else None
+        if segment is not None:
+            self._open[key] = segment
+        if offset is None:
+            segment = self._next_segment(key, may_make_room)
+            offset = segment.reserve(size) if segment else None
+        return (segment, offset) if segment is not None and offset is not None else None
+
+    def _refusal(self, length: int, size: int) -> str:
+        if size + record_size(0) > self._segment_bytes:
+            return "too_large"
+        if time.monotonic() < self._paused_until:
+            return "paused"
+        return "backlog" if self._pending_bytes + length > self._backlog_bytes else ""
+
+    def _next_segment(self, key: tuple[str, int], may_make_room: bool) -> OpenSegment | None:
+        if key in self._open:
+            self._seal(key)
+        idle = [k for k, segment in self._open.items() if not segment.pending]
+        if len(self._open) >= MAX_OPEN and idle:
+            self._seal(idle[0])
+        try:
+            if may_make_room:
+                self._make_room(self._segment_bytes)
+            self._open[key] = self._create(key[0])
+        except OSError as error:
+            self._give_up(None, error)
+            return None
+        return self._open[key]
+
+    def _create(self, cls: str) -> OpenSegment:
+        secret = secrets.token_bytes(16)
+        id = self._index.new_segment(secret, cls, self._segment_bytes)
+        try:
+            return create_segment(self._files, self._arena, self._folder, id, secret, cls, self._segment_bytes)
+        except OSError:
+            self._index.drop_segment(id)
+            raise
+
+    def _seal(self, key: tuple[str, int]) -> None:
+        """Takes a segment out of use; with records in flight its last commit closes it."""
+        segment = self._open.pop(key)
+        segment.broken = True
+        if not segment.pending:
+            self._close(segment)
+
+    def _close(self, segment: OpenSegment) -> None:
+        end = max(self._index.end_of(segment.id), record_size(0))
+        os.ftruncate(segment.fd, end)
+        self._index.seal(segment.id, end)
+        os.close(segment.fd)
+
+    def _give_up(self, segment: OpenSegment | None, error: OSError) -> None:
+        """The device is full or broken: nothing is written for a while, and the service goes on."""
+        cause = "full" if error.errno in _FULL else "io"
+        with self.lock:
+            if segment is not None:
+                segment.broken = True
+            if time.monotonic() >= self._paused_until:
+                log.warning("disk cache %s: no writes for %.0f s: %s", self._folder, PAUSE_S, error)
+            self._paused_until = time.monotonic() + PAUSE_S
+        self._count(f"write_{cause}", 1)
+
+    def _writable(self, payload: Buffer, room: Buffer) -> Buffer:
+        """The payload as O_DIRECT takes it: itself where it is aligned, else a copy."""
+        if not self._files.direct or is_aligned(payload):
+            return payload
+        size = padded(payload.nbytes)
+        bounce = room[:size] if size <= room.nbytes else memoryview(mmap.mmap(-1, size))
+        bounce[: payload.nbytes] = payload
+        return bounce
+
+    # ---------------------------------------------------------------------------------------------------- committing
+
+    def _commit_all(self) -> None:
+        while True:
+            batches, more = self._next_group()
+            written = [future.result() for batch in batches for future in batch.records]
+            stored = self._commit(written)
+            with self.lock:
+                self._pending_bytes -= sum(batch.size for batch in batches)
+            for batch in batches:
+                results = [future.result() for future in batch.records]
+                batch.done.set_result([entry.name for _, entry in results if entry and entry.name in stored])
+            if not more:
+                return
+            self._tick()
+
+    def _next_group(self) -> tuple[list[_Batch], bool]:
+        """The batches that one fdatasync shall cover; False once there will be no more."""
+        batches: list[_Batch] = []
+        try:
+            while sum(batch.size for batch in batches) < GROUP_BYTES:
+                batch = self._batches.get(timeout=0 if batches else self._tick_s)
+                if batch is None:
+                    return batches, False
+                batches.append(batch)
+        except queue.Empty:
+            pass
+        return batches, True
+
+    def _commit(self, written: Sequence[Written]) -> set[bytes]:
+        """Syncs the segments and enters the blocks; returns the names that are durable now."""
+        segments = {segment.id: segment for segment, entry in written if entry is not None}
+        synced = {id for id, segment in segments.items() if self._sync(segment)}
+        entries = [entry for _, entry in written if entry is not None and entry.segment in synced]
+        stored = self._enter(entries)
+        with self.lock:
+            for segment, _ in written:
+                segment.pending -= 1
+                if segment.broken and not segment.pending and segment not in self._open.values():
+                    self._close(segment)
+        return stored
+
+    def _enter(self, entries: Sequence[Entry]) -> set[bytes]:
+        try:
+            if entries:
+                self._index.add(entries, self._now())
+        except OSError as error:
+            self._give_up(None, error)
+            return set()
+        self._count("stored", len(entries))
+        return {entry.name for entry in entries}
+
+    def _sync(self, segment: OpenSegment) -> bool:
+        try:
+            self._files.sync(segment.fd)
+        except OSError as error:
+            self._give_up(segment, error)  # never retried: after a failed fsync the kernel forgets the dirty pages
+            return False
+        return True
