@@ -54,10 +54,11 @@ def _process(worker: Worker) -> Iterator[Sample]:
     yield "worker_up", {"worker": worker.name}, 1.0
     yield "worker_restarts_total", {"worker": worker.name}, float(worker.generation - 1)
     yield "worker_cpu_seconds_total", {}, time.process_time()
-    yield "worker_resident_bytes", {}, float(_resident())
+    yield "worker_resident_bytes", {}, float(resident_bytes())
 
 
-def _resident() -> int:
+def resident_bytes() -> int:
+    """Bytes of memory that this process holds."""
     if _STATM.exists():
         return int(_STATM.read_text().split()[1]) * resource.getpagesize()
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

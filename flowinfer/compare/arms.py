@@ -1,0 +1,232 @@
+"""The two sides of a comparison, each a running graph that answers a group of requests and stamps every piece."""
+
+from __future__ import annotations
+
+import http.client
+import importlib
+import json
+import queue
+import re
+import subprocess
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any, Protocol
+
+import msgspec
+
+from flowinfer.compare.asks import CHAT, Ask
+from flowinfer.errors import FlowInferError, RequestError
+from flowinfer.graph.plan import Plan
+from flowinfer.message import Piece
+from flowinfer.runtime.local import LocalService
+from flowinfer.runtime.stats import resident_bytes
+from flowinfer.serve.gateway import GatewayConfig
+from flowinfer.serve.openai.chat import ChatRequest, chat_job
+from flowinfer.serve.openai.completions import CompletionRequest, completion_job
+from flowinfer.serve.openai.decode import decode
+from flowinfer.serve.openai.job import Limits
+
+TIMEOUT_S = 600.0
+START_TIMEOUT_S = 300.0
+_ADDRESS = re.compile(r"ready at http://[^:\s]+:(\d+)")
+
+
+class Answer(msgspec.Struct):
+    """One answer. asked and stamps in seconds of perf_counter; tokens is empty where only text can be had (HTTP)."""
+
+    asked: float
+    stamps: list[float] = []
+    text: str = ""
+    tokens: list[int] = []
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    cached_tokens: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
+    ended: float = 0.0
+    error: str = ""
+
+
+class Arm(Protocol):
+    """One side."""
+
+    def answer(self, asks: Sequence[Ask], salt: str) -> list[Answer]:
+        """Sends these requests at once and waits for all answers."""
+
+    def memory(self) -> int:
+        """Bytes of resident memory that this side holds."""
+
+    def close(self) -> None: ...
+
+
+class LocalArm:
+    """The graph fused into a thread of this process. Memory: what this process grew by while this side was at work."""
+
+    def __init__(self, plan: Plan) -> None:
+        config = GatewayConfig.of(plan)
+        self._model = config.models[0]
+        self._limits = Limits(config.models, config.max_requests, config.default_max_tokens, config.tools)
+        _import_libraries()
+        before = resident_bytes()
+        self._service = LocalService(plan)
+        self._service.open()
+        self._service.start()
+        self._memory = resident_bytes() - before
+
+    def answer(self, asks: Sequence[Ask], salt: str) -> list[Answer]:
+        before = resident_bytes()
+        ended: queue.SimpleQueue[int] = queue.SimpleQueue()
+        answers = [Answer(asked=0.0) for _ in asks]
+        for index, ask in enumerate(asks):
+            self._submit(ask, salt, answers[index], partial(ended.put, index))
+        for _ in asks:
+            self._wait(ended)
+        self._memory += resident_bytes() - before
+        return answers
+
+    def _submit(self, ask: Ask, salt: str, answer: Answer, done: Any) -> None:
+        body, id = ask.with_model(self._model, salt), f"compare-{uuid.uuid4().hex}"
+        answer.asked = time.perf_counter()
+        try:
+            job = chat_job(decode(ChatRequest, body), id, self._limits) if ask.path == CHAT else None
+            job = job or completion_job(decode(CompletionRequest, body), id, self._limits)
+            if len(job.calls) != 1:
+                raise FlowInferError(f"request {ask.name} asks for {len(job.calls)} answers; compare takes one each.")
+        except RequestError as error:
+            answer.error, answer.ended = str(error), time.perf_counter()
+            done()
+            return
+        self._service.submit(job.calls[0], lambda got: _take(answer, got, done))
+
+    def _wait(self, ended: queue.SimpleQueue[int]) -> None:
+        while True:
+            try:
+                ended.get(timeout=1.0)
+                return
+            except queue.Empty:
+                if self._service.error is not None:
+                    raise FlowInferError(f"The pipeline broke: {self._service.error}") from self._service.error
+
+    def memory(self) -> int:
+        return self._memory
+
+    def close(self) -> None:
+        self._service.close()
+
+
+def _import_libraries() -> None:
+    """What the first of two sides would else be charged for."""
+    for name in ("torch", "tokenizers", "jinja2", "safetensors"):
+        importlib.import_module(name)
+
+
+def _take(answer: Answer, got: Piece | RequestError, done: Any) -> None:
+    now = time.perf_counter()
+    if isinstance(got, RequestError):
+        answer.error, answer.ended = str(got), now
+        done()
+        return
+    if got.tokens or got.text:
+        answer.stamps.append(now)
+    answer.text += got.text
+    answer.tokens += got.tokens
+    if got.finish is not None:
+        finish, answer.ended = got.finish, now
+        answer.prompt_tokens, answer.completion_tokens = finish.prompt_tokens, finish.completion_tokens
+        answer.cached_tokens = finish.cached_tokens
+        answer.drafted_tokens, answer.accepted_tokens = finish.drafted_tokens, finish.accepted_tokens
+        done()
+
+
+class ServiceArm:
+    """The graph as true processes: `flowinfer run` on a port that it chooses, asked over HTTP."""
+
+    def __init__(self, arguments: Sequence[str]) -> None:
+        command = [sys.executable, "-m", "flowinfer", "run", *arguments, "--set", "serve.port=0"]
+        self._process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        self._lines: list[str] = []
+        self._ready: queue.SimpleQueue[int] = queue.SimpleQueue()
+        threading.Thread(target=self._read, daemon=True, name="compare-run").start()
+        try:
+            self._port = self._ready.get(timeout=START_TIMEOUT_S)
+        except queue.Empty:
+            self._port = 0
+        if not self._port:
+            self.close()
+            raise FlowInferError(f"`flowinfer run {' '.join(arguments)}` didn't start:\n{''.join(self._lines[-20:])}")
+        models = json.loads(self._get("/v1/models"))["data"]
+        self._model = models[0]["id"] if models else "default"
+
+    def _read(self) -> None:
+        for line in self._process.stdout or ():
+            self._lines.append(line)
+            if match := _ADDRESS.search(line):
+                self._ready.put(int(match[1]))
+        self._ready.put(0)
+
+    def _get(self, path: str) -> bytes:
+        connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=TIMEOUT_S)
+        try:
+            connection.request("GET", path)
+            return connection.getresponse().read()
+        finally:
+            connection.close()
+
+    def answer(self, asks: Sequence[Ask], salt: str) -> list[Answer]:
+        with ThreadPoolExecutor(len(asks)) as pool:
+            return list(pool.map(lambda ask: self._one(ask, salt), asks))
+
+    def _one(self, ask: Ask, salt: str) -> Answer:
+        body = json.loads(ask.with_model(self._model, salt))
+        body |= {"stream": True, "stream_options": {"include_usage": True}}
+        answer = Answer(asked=time.perf_counter())
+        connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=TIMEOUT_S)
+        try:
+            connection.request("POST", ask.path, json.dumps(body), {"content-type": "application/json"})
+            response = connection.getresponse()
+            if response.status != 200:
+                answer.error = str(json.loads(response.read()).get("error", {}).get("message", response.status))
+            for line in response if response.status == 200 else ():
+                if line.startswith(b"data: {"):
+                    _take_event(answer, json.loads(line[6:]))
+        except (OSError, http.client.HTTPException) as error:
+            answer.error = f"{type(error).__name__}: {error}"
+        finally:
+            connection.close()
+        answer.ended = answer.ended or time.perf_counter()
+        return answer
+
+    def memory(self) -> int:
+        """Sum over the workers, from /metrics."""
+        page = self._get("/metrics").decode()
+        return int(
+            sum(float(value) for value in re.findall(r"^flowinfer:worker_resident_bytes\{.*\} (\S+)", page, re.M))
+        )
+
+    def close(self) -> None:
+        self._process.terminate()
+        self._process.wait(60)
+
+
+def _take_event(answer: Answer, event: dict[str, Any]) -> None:
+    now = time.perf_counter()
+    if "error" in event:
+        answer.error = str(event["error"].get("message", event["error"]))
+    for choice in event.get("choices", ()):
+        text = choice["text"] if "text" in choice else (choice["delta"].get("content") or "")
+        if text:
+            answer.stamps.append(now)
+            answer.text += text
+        if choice.get("finish_reason"):
+            answer.ended = now
+    if usage := event.get("usage"):
+        drafts = usage["completion_tokens_details"]
+        answer.prompt_tokens, answer.completion_tokens = usage["prompt_tokens"], usage["completion_tokens"]
+        answer.cached_tokens = usage["prompt_tokens_details"]["cached_tokens"]
+        answer.accepted_tokens = drafts["accepted_prediction_tokens"]
+        answer.drafted_tokens = answer.accepted_tokens + drafts["rejected_prediction_tokens"]

@@ -1,0 +1,182 @@
+"""The figures of a comparison: what each side measures, how they differ, and how sure that is. Pure; seeded.
+
+The interval is the percentile bootstrap (Efron 1979) over pairs: both sides are resampled by the same groups of
+requests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from flowinfer.compare.arms import Answer
+from flowinfer.compare.rounds import Group
+
+NUM_RESAMPLES = 2_000
+CONFIDENCE = 0.95
+Values = NDArray[np.float64]
+Unit = Literal["s", "/s", "share", "bytes"]
+
+
+class Limit(msgspec.Struct, frozen=True):
+    """What a request must keep to count as good, in seconds: first token, and mean time of each token after it."""
+
+    ttft_s: float = 1.0
+    itl_s: float = 0.1
+
+
+class Figure(msgspec.Struct):
+    """One figure of both sides. `change` is b / a - 1, or b - a for shares; low and high bound it at 95 %.
+
+    None where it can't be had: no request measured it, or there was one reading only.
+    """
+
+    name: str
+    title: str
+    unit: Unit
+    lower_is_better: bool
+    a: float | None
+    b: float | None
+    change: float | None = None
+    low: float | None = None
+    high: float | None = None
+
+    @property
+    def told_apart(self) -> bool:
+        """True when the interval leaves nought out."""
+        return self.low is not None and self.high is not None and (self.low > 0 or self.high < 0)
+
+    @property
+    def better(self) -> str:
+        """The side that is better: "A" or "B", "" where that can't be told."""
+        if not self.told_apart or self.change is None:
+            return ""
+        return "B" if (self.change < 0) == self.lower_is_better else "A"
+
+
+def ttft(answer: Answer) -> float:
+    """Seconds to the first token; NaN without one."""
+    return answer.stamps[0] - answer.asked if answer.stamps else np.nan
+
+
+def itl(answer: Answer) -> float:
+    """Mean seconds of each token after those of the first piece; NaN for answers of one piece."""
+    if len(answer.stamps) < 2 or answer.completion_tokens < 2:
+        return np.nan
+    return (answer.stamps[-1] - answer.stamps[0]) / (answer.completion_tokens - 1)
+
+
+def latency(answer: Answer) -> float:
+    """Seconds to the end of the answer."""
+    return answer.ended - answer.asked
+
+
+# Figures over requests: one value a request, then a percentile of them.
+_PER_REQUEST: tuple[tuple[str, str, Callable[[Answer], float], float], ...] = (
+    ("ttft_p50", "first token, p50", ttft, 50),
+    ("ttft_p90", "first token, p90", ttft, 90),
+    ("itl_p50", "each token, p50", itl, 50),
+    ("itl_p90", "each token, p90", itl, 90),
+    ("latency_p50", "whole answer, p50", latency, 50),
+    ("latency_p90", "whole answer, p90", latency, 90),
+)
+# Figures over groups: a sum over a sum.
+_RATIOS: tuple[tuple[str, str, Unit], ...] = (
+    ("tokens_per_s", "tokens", "/s"),
+    ("goodput", "goodput", "/s"),
+    ("hit_rate", "prompt tokens reused", "share"),
+    ("accepted", "drafts accepted", "share"),
+)
+NAMES: tuple[str, ...] = (*(row[0] for row in _PER_REQUEST), *(row[0] for row in _RATIOS), "memory")
+
+
+def figures(groups: Sequence[Group], limit: Limit, memory: tuple[int, int], seed: int = 0) -> list[Figure]:
+    """All figures. Failed requests count in goodput only."""
+    picks = np.random.default_rng(seed).integers(0, len(groups), (NUM_RESAMPLES, len(groups)))
+    found = _percentiles(groups, picks)
+    sides = [_sums([group.a for group in groups], limit), _sums([group.b for group in groups], limit)]
+    for name, title, unit in _RATIOS:
+        (top_a, under_a), (top_b, under_b) = sides[0][name], sides[1][name]
+        draws = _ratio(top_a[picks].sum(1), under_a[picks].sum(1)), _ratio(top_b[picks].sum(1), under_b[picks].sum(1))
+        points = _ratio(top_a.sum(), under_a.sum()), _ratio(top_b.sum(), under_b.sum())
+        found.append(_figure(name, title, unit, False, points, draws))
+    a, b = memory
+    found.append(Figure("memory", "memory", "bytes", True, a, b, b / a - 1 if a > 0 else None))
+    return found
+
+
+def _percentiles(groups: Sequence[Group], picks: NDArray[np.int64]) -> list[Figure]:
+    """Groups differ in size, so requests are drawn as often as their group was."""
+    sizes = np.array([len(group.asks) for group in groups])
+    order = np.repeat(np.arange(len(groups)), sizes)
+    counts = np.zeros((len(picks), len(groups)), np.int64)
+    np.add.at(counts, (np.arange(len(picks))[:, None], picks), 1)
+    weights = counts[:, order]  # [resamples, requests]
+    found = []
+    for name, title, of, rank in _PER_REQUEST:
+        a = np.array([of(answer) if not answer.error else np.nan for group in groups for answer in group.a])
+        b = np.array([of(answer) if not answer.error else np.nan for group in groups for answer in group.b])
+        whole = np.ones((1, len(order)), np.int64)
+        points = (_weighted(a, whole, rank)[0], _weighted(b, whole, rank)[0])
+        found.append(
+            _figure(name, title, "s", True, points, (_weighted(a, weights, rank), _weighted(b, weights, rank)))
+        )
+    return found
+
+
+def _weighted(values: Values, weights: NDArray[np.int64], rank: float) -> Values:
+    """The percentile of values that count `weights[r]` times in resample r; nearest rank, NaN where none count."""
+    kept = np.flatnonzero(~np.isnan(values))
+    if not len(kept):
+        return np.full(len(weights), np.nan)
+    kept = kept[np.argsort(values[kept], kind="stable")]
+    reached = weights[:, kept].cumsum(1)
+    total = reached[:, -1]
+    index = (reached < np.maximum(1, np.ceil(total * rank / 100))[:, None]).sum(1)
+    return np.where(total > 0, values[kept][np.minimum(index, len(kept) - 1)], np.nan)
+
+
+def _sums(sides: Sequence[Sequence[Answer]], limit: Limit) -> dict[str, tuple[Values, Values]]:
+    """Numerator and denominator of each ratio, by group."""
+    wall = [max(answer.ended for answer in side) - min(answer.asked for answer in side) for side in sides]
+
+    def per_group(of: Callable[[Answer], float]) -> Values:
+        return np.array([float(sum(of(answer) for answer in side)) for side in sides])
+
+    def good(answer: Answer) -> float:
+        slow = itl(answer) > limit.itl_s  # False for NaN: one piece has no gap
+        return float(not answer.error and ttft(answer) <= limit.ttft_s and not slow)
+
+    seconds = np.array(wall)
+    return {
+        "tokens_per_s": (per_group(lambda answer: answer.completion_tokens), seconds),
+        "goodput": (per_group(good), seconds),
+        "hit_rate": (per_group(lambda answer: answer.cached_tokens), per_group(lambda answer: answer.prompt_tokens)),
+        "accepted": (per_group(lambda answer: answer.accepted_tokens), per_group(lambda answer: answer.drafted_tokens)),
+    }
+
+
+def _ratio(top: Values, under: Values) -> Values:
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return np.where(under > 0, top / under, np.nan)
+
+
+def _figure(
+    name: str, title: str, unit: Unit, lower: bool, points: tuple[Values, Values], draws: tuple[Values, Values]
+) -> Figure:
+    a, b = (None if np.isnan(point) else float(point) for point in points)
+    figure = Figure(name, title, unit, lower, a, b)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        changes = draws[1] - draws[0] if unit == "share" else draws[1] / draws[0] - 1
+    changes = changes[np.isfinite(changes)]
+    if a is None or b is None or (unit != "share" and a == 0):
+        return figure
+    figure.change = b - a if unit == "share" else b / a - 1
+    if len(changes) >= CONFIDENCE * NUM_RESAMPLES:  # else too few groups measured it to say how sure it is
+        tail = (1 - CONFIDENCE) / 2 * 100
+        figure.low, figure.high = (float(bound) for bound in np.percentile(changes, [tail, 100 - tail]))
+    return figure
