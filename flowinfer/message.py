@@ -34,6 +34,29 @@ class Message(msgspec.Struct, array_like=True, kw_only=True, gc=False):  # never
 # ---------------------------------------------------------------------------------------------- what a request asks for
 
 
+class ReplyFormat(msgspec.Struct, array_like=True, kw_only=True, frozen=True):
+    """How the model writes reasoning and tool calls (names of flowinfer.text.reply); set by recipe-tokenize for chats.
+
+    thinking: the prompt ends inside reasoning.  strings: of each tool, the parameters that hold text.
+    """
+
+    reasoning: str = ""
+    tools: str = ""
+    thinking: bool = False
+    strings: dict[str, tuple[str, ...]] = {}
+
+
+class Grammar(msgspec.Struct, array_like=True, frozen=True):
+    """What the output must match. text: a JSON Schema, a regular expression, a JSON list of choices, or Lark or GBNF.
+
+    param: the field of the request that it came in, for errors.
+    """
+
+    kind: Literal["json", "regex", "choice", "lark"]
+    text: str
+    param: str = "response_format"
+
+
 class Sampling(msgspec.Struct, array_like=True, kw_only=True, frozen=True):
     """How to choose tokens. temperature 0 is greedy. Penalties as OpenAI's; repetition_penalty as in CTRL (2019)."""
 
@@ -52,6 +75,8 @@ class Sampling(msgspec.Struct, array_like=True, kw_only=True, frozen=True):
     ignore_eos: bool = False
     logit_bias: dict[int, float] = {}
     logprobs: int | None = None  # number of top alternatives beside the chosen token; None: no logprobs
+    grammar: Grammar | None = None
+    reply: ReplyFormat | None = None  # None: all of the answer is text
 
 
 class Call(Message):
@@ -139,6 +164,7 @@ class Finish(msgspec.Struct, array_like=True, kw_only=True):
     drafted_tokens: int = 0
     accepted_tokens: int = 0
     stop: str | int | None = None  # the stop string or token id that was met
+    reasoning_tokens: int = 0  # of completion_tokens
 
 
 class Tokens(Message):
@@ -166,14 +192,28 @@ class TextLogprob(msgspec.Struct, array_like=True):
     top: list[tuple[str, float, bytes]] = []
 
 
+class CallPart(msgspec.Struct, array_like=True, kw_only=True):
+    """New text of tool call `index` of an answer. Its first part carries id and name; arguments join to JSON."""
+
+    index: int
+    id: str = ""
+    name: str = ""
+    arguments: str = ""
+
+
 class Piece(msgspec.Struct, array_like=True, kw_only=True):
-    """New text of one sequence, always whole characters. The last piece carries `finish`."""
+    """New text of one sequence, always whole characters. The last piece carries `finish`.
+
+    An answer is reasoning, then text, then tool calls, each of which may be missing; so is a piece.
+    """
 
     id: str
     text: str = ""
     tokens: list[int] = []
     logprobs: list[TextLogprob] = []
     finish: Finish | None = None
+    reasoning: str = ""
+    calls: list[CallPart] = []
 
 
 class Text(Message):

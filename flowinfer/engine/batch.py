@@ -12,6 +12,7 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
+from flowinfer.engine.grammar import Grammars
 from flowinfer.message import Ids, Sequence
 
 
@@ -33,10 +34,11 @@ class Batch:
         eos_token_ids: tuple[int, ...],
         vocab_size: int,
         on_finish: Callable[[int], None],
+        grammars: Grammars | None = None,
     ) -> None:
         self.max_slots, self.max_tokens, self.max_drafts = max_slots, max_tokens, max_drafts
         self.block_tokens = block_tokens
-        self.eos_token_ids, self.vocab_size = eos_token_ids, vocab_size
+        self.eos_token_ids, self.vocab_size, self.grammars = eos_token_ids, vocab_size, grammars
         max_blocks = -(-(max_tokens + max_drafts) // block_tokens)
         self.tokens: Ids = np.zeros((max_slots, max_tokens), np.int32)
         self.blocks: Ids = np.zeros((max_slots, max_blocks), np.int32)

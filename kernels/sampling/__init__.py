@@ -28,6 +28,8 @@ _NO_VALUES = np.empty(0, np.float32)
 class RowEdits:
     """Changes to one row before temperature: first bias is added, then penalties; each id at most once in either list.
 
+    allowed: uint8 bits of the tokens that may be chosen, the lowest id in the lowest bit; None: all of them.
+
     Logits of `seen` are divided by `repetition` where positive, else multiplied (CTRL, Keskar et al. 2019), then lose
     `subtract` (presence + frequency * count, as in the OpenAI API).
     """
@@ -37,6 +39,7 @@ class RowEdits:
     seen: I64 = field(default_factory=lambda: _NO_TOKENS)
     subtract: F32 = field(default_factory=lambda: _NO_VALUES)
     repetition: float = 1.0
+    allowed: NDArray[np.uint8] | None = None
 
 
 class RowParams(NamedTuple):
@@ -108,7 +111,13 @@ def _edited(row: F32, edit: RowEdits, out: F32) -> F32:
             repetition = np.float32(edit.repetition)
             values = np.where(values > 0, values / repetition, values * repetition)
         out[edit.seen] = values - edit.subtract if edit.subtract.size else values
+    if edit.allowed is not None:
+        np.copyto(out, np.float32(-np.inf), where=_blocked(edit.allowed, out.size))
     return out
+
+
+def _blocked(allowed: NDArray[np.uint8], vocab: int) -> NDArray[np.bool_]:
+    return np.unpackbits(~allowed, count=vocab, bitorder="little").view(np.bool_)
 
 
 def _sample_torch(
@@ -148,3 +157,8 @@ def _edit_torch(picked_RV: Tensor, edited: list[tuple[int, RowEdits]]) -> None:
     repetition = flat(lambda edit: np.float32(edit.repetition), sizes)
     values = torch.where(values > 0, values / repetition, values * repetition)
     picked_RV[at] = values - flat(lambda edit: edit.subtract if edit.subtract.size else np.float32(0), sizes)
+    masked = [(row, edit.allowed) for row, edit in edited if edit.allowed is not None]
+    if masked:
+        blocked = np.stack([_blocked(allowed, picked_RV.shape[1]) for _, allowed in masked])
+        at_rows = torch.as_tensor([row for row, _ in masked], device=device)
+        picked_RV[at_rows] = picked_RV[at_rows].masked_fill(torch.as_tensor(blocked, device=device), -torch.inf)

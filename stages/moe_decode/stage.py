@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Collection, Iterable
+from functools import partial
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
@@ -15,13 +16,14 @@ from flowinfer.engine.held import KV_EVENTS, Run
 from flowinfer.errors import RequestError
 from flowinfer.message import Event, Ids, Logits, Message, Proposal, Sequence
 from flowinfer.observe import metrics
-from flowinfer.stage import Contract, ModelUse, Stage, StageConfig
+from flowinfer.stage import Contract, ModelUse, Stage, StageConfig, setting
 from flowinfer.stages.moe_decode.policy import blocks_short, youngest
 from flowinfer.units import Duration, TokenCount
 
 if TYPE_CHECKING:
     from flowinfer.engine.batch import Batch
     from flowinfer.engine.engine import Engine
+    from flowinfer.engine.grammar import GrammarEngine
 
 MAX_DRAFTS = 8
 _RETRY_S = 0.005
@@ -39,11 +41,11 @@ class MoeDecode(Stage):
         resume_budget: time a step may spend on computing preempted sequences again.
         """
 
-        model: str = ""
-        dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+        model: str = setting("", change="cold")
+        dtype: Literal["auto", "float32", "bfloat16"] = setting("auto", change="cold")
         max_batch: int = 64
         max_tokens: TokenCount | None = None
-        resume_budget: Duration = 0.05
+        resume_budget: Duration = setting(0.05, change="live")
 
         def contract(self) -> Contract:
             """Needs kv; shares its batch with spec-verify, so both run in one worker."""
@@ -62,6 +64,7 @@ class MoeDecode(Stage):
         """Loads the model and makes the batch that spec-verify shares."""
         from flowinfer.engine.batch import Batch
         from flowinfer.engine.engine import Engine, query_starts
+        from flowinfer.engine.grammar import Grammars
 
         self.query_starts = query_starts
         self.engine = Engine.of(self.ctx, self.config.model, self.config.dtype)
@@ -76,9 +79,11 @@ class MoeDecode(Stage):
                 eos_token_ids=tuple(model.eos_token_ids),
                 vocab_size=model.vocab_size,
                 on_finish=self._free_finished,
+                grammars=Grammars(self._grammar_engine),
             ),
         )
         self.waiting: deque[Sequence] = deque()
+        self.compiling: set[str] = set()  # their grammars are being made ready in the pool
         self.resuming: dict[str, tuple[Sequence, Ids]] = {}  # preempted, oldest first, with their tokens so far
         self.admitted = np.zeros(self.config.max_batch, np.int64)
         self.num_admitted = 0
@@ -88,6 +93,9 @@ class MoeDecode(Stage):
         metrics.gauge("batch_sequences").labels(stage=self.ctx.stage).set_function(lambda: len(self.batch))
         self.ran = np.zeros(self.config.max_batch, np.int64)  # version of each slot when it last ran
 
+    def reconfigure(self, config: Config) -> None:
+        """The budget is read at each step."""
+
     @property
     def busy(self) -> bool:
         """While sequences wait for a slot or are computed again; the batch itself is driven by proposals."""
@@ -95,7 +103,8 @@ class MoeDecode(Stage):
 
     def step(self, sequences: list[Sequence], proposals: list[Proposal]) -> Iterable[Logits]:
         """One decode step over the proposed tokens and over sequences that have just come."""
-        self.waiting.extend(sequences)
+        for sequence in sequences:
+            self._receive(sequence)
         slots, counts, tokens = self._proposed(proposals)
         resumed = self._resume()
         if not resumed:
@@ -122,10 +131,41 @@ class MoeDecode(Stage):
                 self.engine.release(request, self.resuming.pop(request)[1])
             else:
                 self.waiting = deque(sequence for sequence in self.waiting if sequence.id != request)
+                self.compiling.discard(request)
                 self.engine.release(request)  # it may also have been on its way to us
         self.engine.starved = bool(self.resuming)
 
     # ------------------------------------------------------------------------------------------------- who takes part
+
+    def _receive(self, sequence: Sequence) -> None:
+        """Queues a sequence, once its grammar is ready."""
+        grammar = sequence.sampling.grammar
+        if grammar is None:
+            self.waiting.append(sequence)
+        elif (grammars := self.batch.grammars) is not None:
+            self.compiling.add(sequence.id)
+            self.ctx.submit(partial(grammars.compile, grammar), partial(self._compiled, sequence))
+
+    def _compiled(self, sequence: Sequence, result: BaseException | None) -> None:
+        if sequence.id not in self.compiling:
+            return  # cancelled meanwhile
+        self.compiling.discard(sequence.id)
+        if result is None:
+            self.waiting.append(sequence)
+            return
+        self.engine.release(sequence.id)
+        if not isinstance(result, RequestError):
+            result = RequestError(500, f"The grammar can't be used: {result}")
+        self.ctx.fail(sequence.id, result)
+
+    def _grammar_engine(self) -> GrammarEngine:
+        """Made in the pool when the first grammar comes; most services never see one."""
+        from flowinfer.engine.grammar.guidance import GuidanceEngine
+        from flowinfer.engine.hub import resolve
+        from flowinfer.text.tokenizer import load_tokenizer
+
+        tokenizer = load_tokenizer(resolve(self.config.model))
+        return GuidanceEngine.of(tokenizer, self.batch.vocab_size, self.batch.eos_token_ids)
 
     def _proposed(self, proposals: list[Proposal]) -> tuple[Ids, Ids, Ids]:
         """Slots, counts and flat tokens of the proposals, less those whose sequence is gone since."""

@@ -12,7 +12,7 @@ import numpy as np
 
 from flowinfer.errors import ModelError, RequestError
 from flowinfer.message import Call, Ids, Prompt
-from flowinfer.stage import Contract, ModelUse, Stage, StageConfig
+from flowinfer.stage import Contract, ModelUse, Stage, StageConfig, setting
 from flowinfer.stages.recipe_tokenize import policy
 from flowinfer.units import TokenCount
 
@@ -26,7 +26,7 @@ class RecipeTokenize(Stage):
     """Renders chats by the model's template and tokenizes them; text of users can't become a control token."""
 
     class Config(StageConfig):
-        model: str = ""
+        model: str = setting("", change="cold")
         max_prompt_tokens: TokenCount | None = None
         template: str | None = None
 
@@ -54,7 +54,8 @@ class RecipeTokenize(Stage):
     def step(self, calls: list[Call]) -> Iterable[Prompt]:
         prompts: list[Prompt] = []
         for call in calls:
-            if policy.num_chars([call.messages, call.tools, call.prompt]) > policy.INLINE_CHARS:
+            grammar = call.sampling.grammar.text if call.sampling.grammar else None
+            if policy.num_chars([call.messages, call.tools, call.prompt, grammar]) > policy.INLINE_CHARS:
                 self._pooled.add(call.id)
                 self.ctx.submit(partial(self._prompt, call), partial(self._finish, call.id))
             else:
@@ -85,6 +86,10 @@ class RecipeTokenize(Stage):
 
     def _prompt(self, call: Call) -> Prompt:
         """The call as a prompt. Raises RequestError. Runs in the loop or in the pool, so it changes nothing here."""
+        if call.sampling.grammar is not None:
+            from flowinfer.engine.grammar.guidance import check
+
+            check(call.sampling.grammar)  # here, so that a bad one costs no prefill
         tokens, context = self._tokens(call), self.tokenizer.context_length
         param = "prompt" if call.messages is None else "messages"
         policy.check_length(len(tokens), context=context, limit=self.config.max_prompt_tokens, param=param)

@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import Field, model_validator
+from pydantic import model_validator
 
 from flowinfer.errors import RequestError, StageError
 from flowinfer.message import Ended, Event, FinishReason, Ids, Logits, Proposal, TokenLogprob, Tokens
-from flowinfer.stage import Contract, Stage, StageConfig
+from flowinfer.stage import Contract, Stage, StageConfig, setting
+from flowinfer.stages.spec_verify.count import SpecCounters
 from flowinfer.stages.spec_verify.policy import (
     LENGTH,
     LOOK_EVERY,
@@ -59,11 +60,11 @@ class SpecVerify(Stage):
         a draft must be (0: always draft all).
         """
 
-        draft: Literal["none", "ngram"] = "ngram"
-        tokens: int = Field(default=4, ge=1, le=8)
-        ngram_min: int = Field(default=2, ge=1, le=16)
-        ngram_max: int = Field(default=4, ge=1, le=16)
-        row_cost: float = Field(default=0.12, ge=0)  # SmolLM2 on 2 cores: 0.10 to 0.13 in bfloat16 and float32
+        draft: Literal["none", "ngram"] = setting("ngram", change="live")
+        tokens: int = setting(4, change="live", ge=1, le=8)
+        ngram_min: int = setting(2, change="live", ge=1, le=16)
+        ngram_max: int = setting(4, change="live", ge=1, le=16)
+        row_cost: float = setting(0.12, change="live", ge=0)  # SmolLM2 on 2 cores: 0.10 to 0.13 in bfloat16 and float32
 
         @model_validator(mode="after")
         def _lengths_ordered(self) -> SpecVerify.Config:
@@ -81,22 +82,36 @@ class SpecVerify(Stage):
     def open(self) -> None:
         """Takes the batch that moe-decode made. Raises StageError where there is none."""
         from flowinfer.engine.sampling import Sampler
-        from flowinfer.stages.spec_verify.count import SpecCounters
 
         batch = self.batch = self.ctx.shared("decode-batch", self._no_batch)
         slots = batch.max_slots
-        self.sampler = Sampler(max_slots=slots, vocab_size=batch.vocab_size, eos_token_ids=batch.eos_token_ids)
+        self.sampler = Sampler(
+            max_slots=slots,
+            vocab_size=batch.vocab_size,
+            eos_token_ids=batch.eos_token_ids,
+            grammars=batch.grammars,
+        )
         self.stops = StopRules(slots, batch.max_tokens, batch.eos_token_ids)
-        self.max_drafts = min(self.config.tokens, batch.max_drafts) if self.config.draft == "ngram" else 0
-        if self.max_drafts:
-            lengths = {"ngram_min": self.config.ngram_min, "ngram_max": self.config.ngram_max}
-            self.ngrams = NgramDraft(batch.tokens, max_drafts=self.max_drafts, **lengths)
-        self.length = DraftLength(slots, self.config.row_cost)
-        self.counters = SpecCounters(self.max_drafts)
         self.tenants = Tenants(batch, on_leave=self._leave)
         self.num_top: dict[int, int] = {}  # of the slots that asked for logprobs
-        self.guesses: Ids = np.zeros((slots, self.max_drafts), np.int32)
-        self.has_guess = np.zeros(slots, np.bool_)
+        self._next: SpecVerify.Config | None = None
+        self._draft_by(self.config)
+
+    def reconfigure(self, config: Config) -> None:
+        """Drafts by these settings once the drafts that are being verified have been judged."""
+        self._next = config
+
+    def _draft_by(self, config: Config) -> None:
+        """Drafts anew, from the histories that there are. Only while no draft is under way."""
+        batch = self.batch
+        self.max_drafts = min(config.tokens, batch.max_drafts) if config.draft == "ngram" else 0
+        self.length = DraftLength(batch.max_slots, config.row_cost)
+        self.counters = SpecCounters(self.max_drafts)
+        if self.max_drafts:
+            lengths = {"ngram_min": config.ngram_min, "ngram_max": config.ngram_max}
+            self.ngrams = NgramDraft(batch.tokens, max_drafts=self.max_drafts, **lengths)
+        self.guesses: Ids = np.zeros((batch.max_slots, self.max_drafts), np.int32)
+        self.has_guess = np.zeros(batch.max_slots, np.bool_)
 
     def step(self, logits: list[Logits]) -> Iterable[Tokens | Proposal]:
         """Tokens of each step of the batch, and one proposal for what runs next."""
@@ -107,6 +122,9 @@ class SpecVerify(Stage):
             if verdict.slots.size:
                 yield self._tokens(one, verdict)
                 proposed.append((one.step, verdict.slots[verdict.reasons == RUNS]))
+        if self._next is not None:
+            self._draft_by(self._next)
+            self._next = None
         slots = np.concatenate([slots for _, slots in proposed]) if proposed else _NONE
         if slots.size:
             yield self._propose(proposed[-1][0], slots)
@@ -181,11 +199,11 @@ class SpecVerify(Stage):
             return known
         finite = np.logical_not(((chosen < 0) & (np.arange(chosen.shape[1]) <= accepted[:, None])).any(1))
         for slot in slots[known & ~finite].tolist():
-            request = self.tenants.ids[slot]
+            request, error = self.tenants.ids[slot], self.sampler.failure(slot)
             self.tenants.move_out(slot)
             self.batch.finish(slot)
             text = "The model gave logits that aren't finite for this request."
-            self.ctx.fail(request, RequestError(500, text, code="logits_not_finite"))
+            self.ctx.fail(request, error or RequestError(500, text, code="logits_not_finite"))
         return finite & known
 
     def _write(self, slots: Ids, chosen: Ids, counts: Ids, positions: Ids) -> None:
@@ -258,5 +276,9 @@ class SpecVerify(Stage):
         room = self.stops.limit[slots] - num_tokens - 1  # verifying k drafts may give k + 1 tokens
         worth = np.minimum(np.minimum(worth, self.max_drafts), room)
         counts = np.where(found, worth, 0).astype(np.int32) + 1
+        constrained = self.sampler.constrained
+        if constrained:  # a draft that the grammar refuses would only cost a row
+            for i in [i for i, slot in enumerate(slots.tolist()) if slot in constrained and counts[i] > 1]:
+                counts[i] = 1 + self.sampler.fitting(int(slots[i]), guesses[i, : counts[i] - 1])
         rows = np.concatenate([last[:, None], guesses], axis=1)
         return Proposal(step=step, slots=slots, counts=counts, tokens=rows[np.arange(rows.shape[1]) < counts[:, None]])

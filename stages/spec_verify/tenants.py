@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -93,7 +94,7 @@ class Tenants:
         assert prompt is not None, "a slot that is known holds a sequence"
         return Opening(
             id=prompt.id,
-            sampling=prompt.sampling,
+            sampling=msgspec.structs.replace(prompt.sampling, grammar=None),  # text needs it not, and it may be long
             prompt_tokens=int(self._batch.num_prompt[slot]),
             cached_tokens=int(self.usage[slot, 0]),
         )

@@ -111,7 +111,6 @@ def test_a_wrong_value_is_refused_with_the_name_of_its_field(field: str, value: 
         ("tool_choice", "required"),
         ("functions", [{"name": "f"}]),
         ("function_call", "auto"),
-        ("response_format", {"type": "json_object"}),
         ("reasoning_effort", "high"),
         ("modalities", ["audio"]),
         ("audio", {"voice": "x"}),
@@ -189,6 +188,66 @@ def test_sampling_arrives_as_asked() -> None:
     assert (s.stop_token_ids, s.ignore_eos, s.logit_bias) == ((2,), True, {5: -100.0})
     assert (s.max_tokens, s.min_tokens, s.logprobs) == (9, 3, 4)
     assert (call.cache_salt, call.cache_class) == ("tenant", "agent")
+
+
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
+
+
+@pytest.mark.parametrize(
+    ("fields", "kind", "text", "param"),
+    [
+        ({"response_format": {"type": "json_object"}}, "json", {"type": "object"}, "response_format"),
+        (
+            {
+                "response_format": {
+                    "type": "json_schema",
+                    "json_schema": {"name": "x", "schema": SCHEMA, "strict": True},
+                }
+            },
+            "json",
+            SCHEMA,
+            "response_format.json_schema.schema",
+        ),
+        ({"guided_json": SCHEMA}, "json", SCHEMA, "guided_json"),
+        ({"guided_json": json.dumps(SCHEMA)}, "json", SCHEMA, "guided_json"),
+        ({"guided_choice": ["a", "b"]}, "choice", ["a", "b"], "guided_choice"),
+        ({"structured_outputs": {"choice": ["a"]}}, "choice", ["a"], "structured_outputs.choice"),
+    ],
+)
+def test_the_form_of_the_answer_arrives_as_a_grammar(fields: Any, kind: str, text: Any, param: str) -> None:
+    for job in (chat(**fields), complete(**fields)):
+        grammar = job.calls[0].sampling.grammar
+        assert grammar is not None
+        assert (grammar.kind, json.loads(grammar.text), grammar.param) == (kind, text, param)
+
+
+def test_regex_and_grammar_are_taken_as_they_are() -> None:
+    for name, kind in (("regex", "regex"), ("grammar", "lark")):
+        grammar = chat(**{f"guided_{name}": "x"}).calls[0].sampling.grammar
+        assert grammar is not None
+        assert (grammar.kind, grammar.text, grammar.param) == (kind, "x", f"guided_{name}")
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"response_format": {"type": "xml"}}, "response_format.type"),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": 3}}},
+            "response_format.json_schema.schema",
+        ),
+        ({"response_format": {"type": "json_object"}, "guided_regex": "x"}, "guided_regex"),
+        ({"guided_choice": []}, "guided_choice"),
+        ({"guided_choice": [""]}, "guided_choice"),
+        ({"guided_regex": ""}, "guided_regex"),
+        ({"guided_regex": "x", "ignore_eos": True}, "ignore_eos"),
+        ({"guided_regex": "x" * 300_000}, "guided_regex"),
+        ({"structured_outputs": {"colour": 1}}, "structured_outputs.colour"),
+    ],
+)
+def test_a_wrong_form_is_refused_by_name(fields: dict[str, Any], param: str) -> None:
+    assert refused(**fields).param == param
 
 
 def test_a_chat_without_a_limit_gets_the_default() -> None:

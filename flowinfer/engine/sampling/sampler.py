@@ -1,7 +1,8 @@
 """Chooses the target's token for every row of a decode step, as each sequence's settings say. Accepts and ends nothing.
 
 Order for one row: raw logits (these give logprobs) -> logit_bias, and -inf for ends of text while min_tokens isn't
-reached -> repetition, then frequency and presence penalties -> temperature -> min-p -> top-k -> top-p -> sample.
+reached -> repetition, then frequency and presence penalties -> the grammar's mask -> temperature -> min-p -> top-k ->
+top-p -> sample.
 """
 
 from __future__ import annotations
@@ -12,7 +13,10 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from flowinfer.engine.grammar import Grammars, grammar_error
+from flowinfer.engine.sampling.constraint import Constraint
 from flowinfer.engine.sampling.history import History
+from flowinfer.errors import RequestError
 from flowinfer.kernels.sampling import RowEdits, RowParams, RowSampler, argmax, sample, stream_keys
 from flowinfer.message import Ids, Sampling
 
@@ -33,8 +37,11 @@ class Sampler:
     drafts, and after a preemption: join rebuilds all state from the history.
     """
 
-    def __init__(self, *, max_slots: int, vocab_size: int, eos_token_ids: tuple[int, ...]) -> None:
-        self.vocab_size, self.eos_token_ids = vocab_size, eos_token_ids
+    def __init__(
+        self, *, max_slots: int, vocab_size: int, eos_token_ids: tuple[int, ...], grammars: Grammars | None = None
+    ) -> None:
+        """grammars: of the model; without it, no sequence may have a grammar."""
+        self.vocab_size, self.eos_token_ids, self._grammars = vocab_size, eos_token_ids, grammars
         self.plain = np.ones(max_slots, np.bool_)
         self._temperature = np.zeros(max_slots, np.float32)
         self._top_k = np.zeros(max_slots, np.int64)
@@ -44,10 +51,14 @@ class Sampler:
         self._min_position = np.zeros(max_slots, np.int64)  # from here on a sequence may end
         self._sampling: dict[int, Sampling] = {}  # slots with edits only
         self._histories: dict[int, History] = {}
+        self._constraints: dict[int, Constraint] = {}
         self._rows = RowSampler(vocab_size)
 
     def join(self, slot: int, sampling: Sampling, request: str, tokens: Ids, num_prompt: int) -> None:
-        """Takes up a sequence. tokens int32: prompt and, after a preemption, the output so far."""
+        """Takes up a sequence. tokens int32: prompt and, after a preemption, the output so far.
+
+        Raises RequestError where its grammar can't be followed.
+        """
         greedy = sampling.temperature < _COLDEST
         self._temperature[slot] = 0 if greedy else sampling.temperature
         self._top_k[slot] = max(0, sampling.top_k) if sampling.top_k < self.vocab_size else 0
@@ -57,7 +68,12 @@ class Sampler:
         self.leave(slot)
         if History.needed(sampling):
             self._histories[slot] = History(sampling, tokens, num_prompt, self.vocab_size)
-        if slot in self._histories or sampling.logit_bias or sampling.min_tokens > 0:
+        if sampling.grammar is not None:
+            assert self._grammars is not None, "moe-decode gives the batch its grammars"
+            ends = (*self.eos_token_ids, *sampling.stop_token_ids)
+            self._constraints[slot] = Constraint(self._grammars.start(sampling.grammar), ends, tokens[num_prompt:])
+        edited = slot in self._histories or slot in self._constraints
+        if edited or sampling.logit_bias or sampling.min_tokens > 0:
             self._sampling[slot] = sampling
         self.plain[slot] = greedy and slot not in self._sampling
 
@@ -65,6 +81,7 @@ class Sampler:
         """Forgets the sequence of this slot; harmless where there is none."""
         self._sampling.pop(slot, None)
         self._histories.pop(slot, None)
+        self._constraints.pop(slot, None)
         self.plain[slot] = True
 
     def choose(self, logits: Tensor, slots: Ids, starts: Ids, positions: Ids, drafts: Ids) -> NDArray[np.int64]:
@@ -84,12 +101,31 @@ class Sampler:
 
     def advance(self, slot: int, output: Ids) -> None:
         """Counts tokens that were taken into the output; only slots in `tracked` need it."""
-        self._histories[slot].extend(output)
+        for state in (self._histories.get(slot), self._constraints.get(slot)):
+            if state is not None:
+                state.extend(output)
+
+    def fitting(self, slot: int, drafts: Ids) -> int:
+        """How many of these drafts the grammar of the slot allows; all where it has none."""
+        constraint = self._constraints.get(slot)
+        return drafts.size if constraint is None else constraint.fitting(drafts)
+
+    def failure(self, slot: int) -> RequestError | None:
+        """Why no token could be chosen for this slot, if its grammar is the reason."""
+        constraint, sampling = self._constraints.get(slot), self._sampling.get(slot)
+        if constraint is None or sampling is None or sampling.grammar is None:
+            return None
+        return grammar_error(sampling.grammar, constraint.error or "no token of this model can go on from here.")
 
     @property
     def tracked(self) -> frozenset[int]:
-        """Slots whose penalties count the output."""
-        return frozenset(self._histories)
+        """Slots whose penalties or grammar follow the output."""
+        return frozenset(self._histories) | self.constrained
+
+    @property
+    def constrained(self) -> frozenset[int]:
+        """Slots that have a grammar."""
+        return frozenset(self._constraints)
 
     def _picky_rows(
         self, chosen: NDArray[np.int64], slots: Ids, starts: Ids, positions: Ids, drafts: Ids
@@ -109,16 +145,23 @@ class Sampler:
         sampling = self._sampling.get(slot)
         if sampling is None:
             return [None] * (drafts.size + 1)
-        edits = [self._bias(slot, sampling, position + j) for j in range(drafts.size + 1)]
-        history = self._histories.get(slot)
+        constraint, history = self._constraints.get(slot), self._histories.get(slot)
+        allowed = [None] * (drafts.size + 1) if constraint is None else constraint.with_drafts(drafts)
+        edits = [self._edit(slot, sampling, position + j, bits) for j, bits in enumerate(allowed)]
         if history is not None:
             for edit, (seen, subtract) in zip(edits, history.with_drafts(drafts), strict=True):
                 edit.seen, edit.subtract, edit.repetition = seen, subtract, history.repetition
         return list(edits)
 
-    def _bias(self, slot: int, sampling: Sampling, position: int) -> RowEdits:
+    def _edit(self, slot: int, sampling: Sampling, position: int, allowed: NDArray[np.uint8] | None) -> RowEdits:
+        must_end = allowed is not None and not self._constraints[slot].may_go_on(allowed)
+        edit = self._bias(sampling, may_end=must_end or position >= self._min_position[slot])
+        edit.allowed = allowed
+        return edit
+
+    def _bias(self, sampling: Sampling, *, may_end: bool) -> RowEdits:
         bias = dict(sampling.logit_bias)
-        if position < self._min_position[slot]:
+        if not may_end:
             ends = sampling.stop_token_ids if sampling.ignore_eos else (*sampling.stop_token_ids, *self.eos_token_ids)
             bias |= dict.fromkeys(ends, -np.inf)
         inside = [(token, value) for token, value in bias.items() if 0 <= token < self.vocab_size]

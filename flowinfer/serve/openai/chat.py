@@ -24,6 +24,7 @@ from flowinfer.serve.openai.fields import (
     sampling_of,
     unsupported,
 )
+from flowinfer.serve.openai.grammar import grammar_of
 from flowinfer.serve.openai.job import Job, Limits, seed_of_choice
 from flowinfer.serve.openai.messages import ChatMessage, plain_messages
 
@@ -48,7 +49,6 @@ class ChatRequest(Common, forbid_unknown_fields=True, kw_only=True):
     prompt_cache_options: Any = None
     prompt_cache_retention: str | None = None
     reasoning_effort: str | None = None
-    response_format: dict[str, Any] | None = None
     safety_identifier: str | None = None
     service_tier: str | None = None
     store: bool | None = None
@@ -72,7 +72,6 @@ _NEUTRAL: tuple[tuple[str, tuple[Any, ...]], ...] = (
     ("prompt_cache_options", ()),
     ("prompt_cache_retention", ("in_memory", "in-memory")),
     ("reasoning_effort", ("none",)),
-    ("response_format", ({"type": "text"},)),
     ("service_tier", ("auto", "default")),
     ("store", (False,)),
     ("verbosity", ("medium",)),
@@ -86,7 +85,7 @@ def chat_job(request: ChatRequest, id: str, limits: Limits) -> Job:
     refuse(request, _NEUTRAL)
     check_stream(request)
     check_cache(request)
-    sampling = sampling_of(request, _max_tokens(request, limits), _logprobs(request))
+    sampling = sampling_of(request, _max_tokens(request, limits), _logprobs(request), grammar_of(request))
     num_choices = check_choices(request, 1, limits)
     messages, tools = plain_messages(request.messages, tools=limits.tools), _tools(request, limits)
     call_id = id if num_choices == 1 else f"{id}#0"

@@ -23,6 +23,7 @@ from flowinfer.serve.openai.fields import (
     refuse,
     sampling_of,
 )
+from flowinfer.serve.openai.grammar import grammar_of
 from flowinfer.serve.openai.job import Job, Limits, seed_of_choice
 
 DEFAULT_MAX_TOKENS = 16  # as in the OpenAI API
@@ -47,7 +48,7 @@ def completion_job(request: CompletionRequest, id: str, limits: Limits) -> Job:
     check_cache(request)
     in_range("max_tokens", request.max_tokens, 1, MAX_TOKEN_ID)
     in_range("logprobs", request.logprobs, 0, MAX_LOGPROBS)
-    sampling = sampling_of(request, request.max_tokens or DEFAULT_MAX_TOKENS, request.logprobs)
+    sampling = sampling_of(request, request.max_tokens or DEFAULT_MAX_TOKENS, request.logprobs, grammar_of(request))
     prompts = _prompts(request.prompt)
     num_choices = check_choices(request, len(prompts), limits)
     calls = [

@@ -8,7 +8,8 @@ from typing import Any
 import msgspec
 
 from flowinfer.errors import RequestError
-from flowinfer.message import Sampling
+from flowinfer.message import Grammar, Sampling
+from flowinfer.serve.openai.formats import ResponseFormat, StructuredOutputs
 from flowinfer.serve.openai.job import SEED_BITS, Limits, draw_seed
 
 MAX_STOP = 16
@@ -50,6 +51,12 @@ class Common(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     ignore_eos: bool | None = None
     cache_salt: str | None = None
     cache_class: str | None = None
+    response_format: ResponseFormat | None = None
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    structured_outputs: StructuredOutputs | None = None
 
 
 def invalid(param: str, message: str, code: str = "invalid_value", status: int = 400) -> RequestError:
@@ -86,7 +93,7 @@ def check_model(model: str, limits: Limits) -> None:
         raise RequestError(404, message, code="model_not_found", param="model")
 
 
-def sampling_of(request: Common, max_tokens: int, logprobs: int | None) -> Sampling:
+def sampling_of(request: Common, max_tokens: int, logprobs: int | None, grammar: Grammar | None = None) -> Sampling:
     """The checked sampling settings of a request. Raises RequestError naming the field at fault."""
     _check_ranges(request, max_tokens)
     return Sampling(
@@ -105,6 +112,7 @@ def sampling_of(request: Common, max_tokens: int, logprobs: int | None) -> Sampl
         ignore_eos=bool(request.ignore_eos),
         logit_bias=_bias(request.logit_bias or {}),
         logprobs=logprobs,
+        grammar=grammar,
     )
 
 
