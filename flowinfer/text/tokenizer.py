@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -80,9 +80,11 @@ class TextTokenizer:
         other.templates = {"default": ChatTemplate(source, self.special_tokens)}
         return other
 
-    def glyphs(self) -> Glyphs:
-        """The tables that streams of this model share."""
-        return Glyphs(self._bytes, hidden=self.vocabulary.special_ids, opening_strip=self.vocabulary.opening_strip())
+    def glyphs(self, shown: Collection[str] = ()) -> Glyphs:
+        """The tables that streams of this model share. Special tokens give no text, but for those that hold `shown`."""
+        special, added = self.vocabulary.special_ids, self.vocabulary.added
+        hidden = frozenset(index for index in special if not any(added[index] in text for text in shown))
+        return Glyphs(self._bytes, hidden=hidden, opening_strip=self.vocabulary.opening_strip())
 
     def check_templates(self) -> None:
         """Renders benign conversations and compares with plain Jinja and plain encoding. Raises ModelError."""

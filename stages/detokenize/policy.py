@@ -8,19 +8,23 @@ import msgspec
 
 from flowinfer.message import Finish, Opening, Piece, TextLogprob
 from flowinfer.text.incremental import ByteStream, Glyphs, Match, StopScanner
+from flowinfer.text.reply import ReplyParser, open_parser
 
 
 class Stream:
     """The text of one sequence. `cut` is true once a stop string has ended it, whatever the model still sends."""
 
-    __slots__ = ("_bytes", "_logprobs", "_num_tokens", "_opening", "_scanner", "_tokens", "cut")
+    __slots__ = ("_bytes", "_logprobs", "_num_tokens", "_opening", "_reply", "_scanner", "_thought", "_tokens", "cut")
 
     def __init__(self, opening: Opening, glyphs: Glyphs) -> None:
         self.cut = False
         self._opening = opening
         self._bytes = ByteStream(glyphs)
         self._scanner = StopScanner(opening.sampling.stop) if any(opening.sampling.stop) else None
+        form = opening.sampling.reply
+        self._reply: ReplyParser | None = None if form is None else open_parser(form, call_prefix=opening.id)
         self._num_tokens = 0
+        self._thought = 0  # tokens of reasoning
         self._tokens: list[int] = []  # taken in, but their text isn't out yet
         self._logprobs: list[TextLogprob] = []
 
@@ -32,21 +36,24 @@ class Stream:
         text, stop = self._take(tokens, rendered, logprobs)
         if stop is None and finish is not None:
             rest, stop = self._flush()
-            text += rest
+            text += self._sorted(rest)
         if stop is not None:
             self.cut = True
             finish = self._finish(finish or Finish(reason="stop"), stop)
         elif finish is not None:
             finish = self._finish(finish, finish.stop)
-        if not text and finish is None:
+        piece = Piece(id=self._opening.id, text=text, finish=finish)
+        if self._reply is not None:
+            _fill(piece, self._reply)
+        if not (piece.text or piece.reasoning or piece.calls or finish):
             return None
-        piece = Piece(id=self._opening.id, text=text, tokens=self._tokens, logprobs=self._logprobs, finish=finish)
+        piece.tokens, piece.logprobs = self._tokens, self._logprobs
         self._tokens, self._logprobs = [], []
         return piece
 
     def _take(self, tokens: list[int], rendered: int, logprobs: Sequence[TextLogprob]) -> tuple[str, str | None]:
         """New text, and the stop string that ended it. Tokens behind the stop aren't taken."""
-        if self._scanner is None:
+        if self._scanner is None and self._reply is None:
             self._num_tokens += len(tokens)
             self._tokens += tokens
             self._logprobs += logprobs
@@ -54,13 +61,21 @@ class Stream:
         text = ""
         for place, token in enumerate(tokens):
             self._num_tokens += 1
+            self._thought += self._reply is not None and self._reply.in_reasoning
             self._tokens.append(token)
             self._logprobs += logprobs[place : place + 1]
             found = self._scan(self._bytes.push(token)) if place < rendered else ""
             if isinstance(found, Match):
-                return text + found.text, found.stop
-            text += found
+                return text + self._sorted(found.text), found.stop
+            text += self._sorted(found)
         return text, None
+
+    def _sorted(self, text: str) -> str:
+        """The text itself, or none if it's to be taken apart: it has passed the stop strings, which count anywhere."""
+        if self._reply is None:
+            return text
+        self._reply.push(text)
+        return ""
 
     def _scan(self, text: str) -> str | Match:
         armed = self._num_tokens >= self._opening.sampling.min_tokens
@@ -82,7 +97,17 @@ class Stream:
             prompt_tokens=self._opening.prompt_tokens,
             cached_tokens=finish.cached_tokens or self._opening.cached_tokens,
             completion_tokens=self._num_tokens,
+            reasoning_tokens=self._thought,
         )
+
+
+def _fill(piece: Piece, reply: ReplyParser) -> None:
+    """Puts into a piece what its text was taken apart into."""
+    if piece.finish is not None:
+        reply.finish()
+    delta = reply.delta
+    piece.text, piece.reasoning, piece.calls = "".join(delta.text), "".join(delta.reasoning), delta.calls
+    delta.clear()
 
 
 def _ends_unseen(tokens: list[int], finish: Finish | None) -> bool:

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from typing import TYPE_CHECKING
 
-from flowinfer.message import Ended, Event, Message, Piece, Text, TextLogprob, TokenLogprob, Tokens
+from flowinfer.message import Ended, Event, Message, Piece, ReplyFormat, Text, TextLogprob, TokenLogprob, Tokens
 from flowinfer.stage import Contract, ModelUse, Stage, StageConfig, setting
 from flowinfer.stages.detokenize.policy import Stream
+from flowinfer.text.reply import markers_of
 
 if TYPE_CHECKING:
+    from flowinfer.text.incremental import Glyphs
     from flowinfer.text.tokenizer import TextTokenizer
 
 
@@ -36,6 +38,7 @@ class Detokenize(Stage):
         """Works with this tokenizer."""
         self._tokenizer = tokenizer
         self._glyphs = tokenizer.glyphs()
+        self._marked: dict[frozenset[str], Glyphs] = {}  # by the markers that are shown
         self._streams: dict[str, Stream] = {}
 
     def step(self, tokens: list[Tokens]) -> Iterable[Text]:
@@ -58,7 +61,7 @@ class Detokenize(Stage):
     def _text(self, batch: Tokens) -> Text:
         streams = self._streams
         for opening in batch.opened:
-            streams[opening.id] = Stream(opening, self._glyphs)
+            streams[opening.id] = Stream(opening, self._glyphs_for(opening.sampling.reply))
         pieces: list[Piece] = []
         flat, at = batch.tokens.tolist(), 0
         for row, (request, count) in enumerate(zip(batch.ids, batch.counts.tolist(), strict=True)):
@@ -74,6 +77,15 @@ class Detokenize(Stage):
                 if piece.finish is not None:
                     del streams[request]
         return Text(step=batch.step, pieces=pieces)
+
+    def _glyphs_for(self, form: ReplyFormat | None) -> Glyphs:
+        """Special tokens give no text, but for those by which an answer is taken apart."""
+        if form is None:
+            return self._glyphs
+        markers = markers_of(form)
+        if markers not in self._marked:
+            self._marked[markers] = self._tokenizer.glyphs(shown=markers)
+        return self._marked[markers]
 
     def _logprob(self, entry: TokenLogprob) -> TextLogprob:
         text, data = self._shown(entry.token)

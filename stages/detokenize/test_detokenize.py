@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from flowinfer.message import Ended, Finish, Opening, Piece, Sampling, TokenLogprob, Tokens
+from flowinfer.message import Ended, Finish, Opening, Piece, ReplyFormat, Sampling, TokenLogprob, Tokens
 from flowinfer.stage import ports
 from flowinfer.stages.detokenize.stage import Detokenize
 from flowinfer.text.tokenizer import TextTokenizer, load_tokenizer
@@ -158,6 +158,38 @@ def test_cancelled_and_ended_requests_are_forgotten(stage: Detokenize, tokenizer
     stage.observe(Ended(ids=["b"]))
     assert stage.num_open == 1
     assert [piece.id for piece in run(stage, batch(dict.fromkeys("abc", ids_of(tokenizer, "x"))))] == ["c"]
+
+
+ANSWER = '<think>\nSo.\n</think>\n\nWell.\n<tool_call>\n{"name": "f", "arguments": {"a": "☃ END"}}\n</tool_call>'
+FORM = ReplyFormat(reasoning="think", tools="hermes")
+
+
+@pytest.mark.parametrize("step_size", [1, 3, 1000])
+def test_an_answer_is_taken_apart(stage: Detokenize, tokenizer: TextTokenizer, step_size: int) -> None:
+    ids = ids_of(tokenizer, ANSWER)
+    steps = [ids[n : n + step_size] for n in range(0, len(ids), step_size)]
+    batches = [batch({"a": step}, [opening(reply=FORM)] if n == 0 else []) for n, step in enumerate(steps)]
+    pieces = run(stage, *batches, batch({"a": [2]}, finished={0: Finish(reason="stop", stop=2)}))
+    calls = [call for piece in pieces for call in piece.calls]
+    assert "".join(piece.reasoning for piece in pieces) == "So."
+    assert "".join(piece.text for piece in pieces) == "Well."
+    assert (calls[0].name, "".join(call.arguments for call in calls)) == ("f", '{"a": "☃ END"}')
+    thought = ids_of(tokenizer, ANSWER[: ANSWER.index("</think>") + 8])
+    assert finish_of(pieces).reasoning_tokens == len(thought) - len(ids_of(tokenizer, "<think>"))
+
+
+def test_a_stop_string_counts_in_arguments_too(stage: Detokenize, tokenizer: TextTokenizer) -> None:
+    pieces = run(stage, batch({"a": ids_of(tokenizer, ANSWER)}, [opening(reply=FORM, stop=("END",))]))
+    assert (pieces[0].calls[0].arguments, finish_of(pieces).stop) == ('{"a": "☃ ', "END")
+
+
+def test_a_special_token_that_is_a_marker_is_seen_by_the_parser_only(
+    tokenizer: TextTokenizer,
+) -> None:
+    marker = next(iter(tokenizer.vocabulary.special_ids))
+    text = tokenizer.vocabulary.added[marker]
+    assert tokenizer.glyphs().text_of(marker) == ""
+    assert tokenizer.glyphs(shown=(f"<{text}f>",)).text_of(marker) == text
 
 
 @settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
