@@ -46,7 +46,11 @@ class EdgePlan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WorkerPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """One worker, `replicas` processes of it; `stages` in topological order; kv_bytes is its share of the KV arena."""
+    """One worker, `replicas` processes of it; `stages` in topological order.
+
+    kv_bytes is the KV memory that the file gives each process, 0 where it says nothing: then a GPU gives what is free,
+    and the host tier_bytes, the process's part of the memory tier, or a default.
+    """
 
     name: str
     stages: tuple[str, ...]
@@ -54,6 +58,7 @@ class WorkerPlan(msgspec.Struct, frozen=True, kw_only=True):
     device: str = "cpu"
     threads: int = 1
     kv_bytes: int = 0
+    tier_bytes: int = 0
     mark: str = ""
 
 

@@ -120,7 +120,8 @@ def _workers(graph: Graph, order: list[str]) -> dict[str, WorkerPlan]:
             # A worker that loads no weights has no use for a device; `auto` is looked up when the service starts.
             device=worker.device if name in loading or worker.device != "auto" else "cpu",
             threads=worker.threads or _threads(declared, loading, name),
-            kv_bytes=worker.kv_memory or (memory // models if name in loading else 0),
+            kv_bytes=worker.kv_memory,
+            tier_bytes=memory // models if name in loading else 0,
             mark=str(graph.document.mark("workers", name)),
         )
     return plans

@@ -16,9 +16,16 @@ from flowinfer.runtime.boot import ArenaRange
 from flowinfer.runtime.loading import Loader, make_config, stage_error
 from flowinfer.stage import Arena, ModelUse
 
+SPARE_INSTANCES = 4  # that a change may add: only addresses are reserved, a page is taken once it's written
 DEFAULT_KV_BYTES = 512 << 20  # per worker instance where the file names no size
 
-Ranges = dict[str, tuple[ArenaRange, ...]]  # by worker instance
+
+class Ranges(dict[str, tuple[ArenaRange, ...]]):
+    """KV memory by worker instance. spares: ranges that no instance has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.spares: list[ArenaRange] = []
 
 
 @dataclass(frozen=True)
@@ -60,18 +67,19 @@ def make_arenas(plan: Plan, layouts: Mapping[str, list[KVLayout]]) -> Ranges:
         for layout in layouts[name]
         for replica in range(worker.replicas)
     ]
-    ranges: Ranges = {}
+    ranges = Ranges()
     for layout in {share.layout.digest: share.layout for share in shares}.values():
         _place([share for share in shares if share.layout == layout], layout, ranges)
     return ranges
 
 
 def _blocks(worker: WorkerPlan, layout: KVLayout, layouts: int) -> int:
-    return max(1, (worker.kv_bytes or DEFAULT_KV_BYTES) // layouts // layout.block_bytes)
+    return max(1, (worker.kv_bytes or worker.tier_bytes or DEFAULT_KV_BYTES) // layouts // layout.block_bytes)
 
 
 def _place(shares: list[_Share], layout: KVLayout, into: Ranges) -> None:
-    total = sum(share.blocks for share in shares)
+    spare = max(share.blocks for share in shares)
+    total = sum(share.blocks for share in shares) + SPARE_INSTANCES * spare
     fd = anonymous_file(total * layout.block_bytes)
     first = 0
     for share in shares:
@@ -81,6 +89,29 @@ def _place(shares: list[_Share], layout: KVLayout, into: Ranges) -> None:
         )
         into[share.instance] = (*into.get(share.instance, ()), own)
         first = end
+    for start in range(first, total, spare):
+        end = start + spare
+        into.spares.append(
+            ArenaRange(layout=layout, fd=fd, num_blocks=total, first_block=start, end_block=end, shared=True)
+        )
+
+
+def take_spare(ranges: Ranges, instance: str) -> None:
+    """Gives an instance that comes later memory as its siblings have. Raises FlowInferError when none is left."""
+    worker = instance.rpartition(".")[0]
+    sibling = next((own for name, own in ranges.items() if name.rpartition(".")[0] == worker), ())
+    own = [next((spare for spare in ranges.spares if spare.layout == share.layout), None) for share in sibling]
+    if None in own:
+        message = f"There is KV memory for {SPARE_INSTANCES} more instances than the service started with, and no more."
+        raise FlowInferError(message, help="Start the service anew with as many replicas as you need.")
+    if own:
+        ranges[instance] = tuple(share for share in own if share is not None)
+        ranges.spares = [spare for spare in ranges.spares if spare not in ranges[instance]]
+
+
+def give_spare_back(ranges: Ranges, instance: str) -> None:
+    """An instance is gone for good, and nobody reads its blocks any more."""
+    ranges.spares += ranges.pop(instance, ())
 
 
 def anonymous_file(size: int) -> int:

@@ -98,7 +98,8 @@ class LocalService:
         own = dict(stages or {})
         load = LoadStage(Path(plan.file).parent, plan.allow_local)
         self._arenas: dict[str, Arena] = {}
-        self._kv_bytes = max((worker.kv_bytes for worker in plan.workers.values()), default=0) or DEFAULT_KV_BYTES
+        sizes = [worker.kv_bytes or worker.tier_bytes for worker in plan.workers.values()]
+        self._kv_bytes = max(sizes, default=0) or DEFAULT_KV_BYTES
         self._woken = threading.Event()
         self._thread: threading.Thread | None = None
         self._stopping = False
