@@ -26,6 +26,7 @@ COMMANDS = {
     "batch": Entry("flowinfer.cli.batch:batch", "Answer a file of requests offline."),
     "new": Entry("flowinfer.cli.new:new", "Write the files of a new stage."),
     "compare": Entry("flowinfer.cli.compare:compare", "Tell which of two graphs is better, and by how much."),
+    "sweep": Entry("flowinfer.cli.sweep:sweep", "Run one graph at many settings over the same requests."),
     "test": Entry("flowinfer.cli.test:test", "Run the tests beside pipelines and stages."),
     "check": Entry("flowinfer.cli.spec:check", "Find every mistake in a pipeline file."),
     "show": Entry("flowinfer.cli.spec:show", "Print the resolved file, and where each value came from."),

@@ -94,6 +94,20 @@ _RATIOS: tuple[tuple[str, str, Unit], ...] = (
 NAMES: tuple[str, ...] = (*(row[0] for row in _PER_REQUEST), *(row[0] for row in _RATIOS), "memory")
 
 
+def figures_titles() -> dict[str, str]:
+    """The title of each figure, by name."""
+    return {
+        **{name: title for name, title, _, _ in _PER_REQUEST},
+        **{name: title for name, title, _ in _RATIOS},
+        "memory": "memory",
+    }
+
+
+def unit_of(name: str) -> Unit:
+    """The unit of a figure."""
+    return {row[0]: row[2] for row in _RATIOS}.get(name, "bytes" if name == "memory" else "s")
+
+
 def figures(groups: Sequence[Group], limit: Limit, memory: tuple[int, int], seed: int = 0) -> list[Figure]:
     """All figures. Failed requests count in goodput only."""
     picks = np.random.default_rng(seed).integers(0, len(groups), (NUM_RESAMPLES, len(groups)))

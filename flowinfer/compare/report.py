@@ -30,8 +30,12 @@ mark { background: #fde7c8; }
 def html(comparison: Comparison) -> str:
     """The report as text."""
     title = f"{comparison.setup.a} against {comparison.setup.b}"
+    return page(title, "".join(_body(comparison)))
+
+
+def page(title: str, body: str) -> str:
+    """A page with everything in it, styled as all reports are."""
     head = f'<meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>{escape(title)}</title>'
-    body = "".join(_body(comparison))
     return f"<!doctype html><html lang=en><head>{head}<style>{STYLE}</style></head><body>{body}</body></html>\n"
 
 

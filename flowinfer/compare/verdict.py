@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from flowinfer.compare.answers import Answers
-from flowinfer.compare.figures import Figure
+from flowinfer.compare.figures import Figure, unit_of
 from flowinfer.units import format_bytes
 
 _WORDS = {  # when B is better, when B is worse
@@ -78,6 +78,11 @@ def change(figure: Figure) -> str:
 def _span(figure: Figure) -> str:
     assert figure.low is not None and figure.high is not None
     return f"{figure.low * 100:+.1f} to {figure.high * 100:+.1f}"
+
+
+def in_words(name: str, number: float | None) -> str:
+    """A value of the figure of this name."""
+    return value(Figure(name, name, unit_of(name), True, None, None), number)
 
 
 def value(figure: Figure, number: float | None) -> str:
