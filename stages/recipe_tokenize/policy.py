@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from flowinfer.errors import RequestError
-from flowinfer.message import Sampling
+from flowinfer.message import ReplyFormat, Sampling
 from flowinfer.text.jsonobject import JsonObject
 
 # Tokenizing runs at about 2 million characters a second, so 20,000 hold the loop for 10 ms; more goes to the pool.
@@ -68,13 +68,21 @@ def _tool_call(call: Any, where: str) -> dict[str, Any]:
     return {**call, "function": {**function, "arguments": arguments}}
 
 
-def fit(sampling: Sampling, *, prompt_tokens: int, context: int, eos_ids: Iterable[int]) -> Sampling:
-    """Sampling with max_tokens cut to what the context leaves, and the model's ends among the stop tokens."""
+def fit(
+    sampling: Sampling,
+    *,
+    prompt_tokens: int,
+    context: int,
+    eos_ids: Iterable[int],
+    reply: ReplyFormat | None = None,
+) -> Sampling:
+    """Sampling with max_tokens cut to what the context leaves, the model's ends among the stop tokens, and `reply`."""
     ends = () if sampling.ignore_eos else eos_ids
     return msgspec.structs.replace(
         sampling,
         max_tokens=min(sampling.max_tokens, context - prompt_tokens),
         stop_token_ids=tuple(dict.fromkeys((*sampling.stop_token_ids, *ends))),
+        reply=reply,
     )
 
 

@@ -11,13 +11,15 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from flowinfer.errors import ModelError, RequestError
-from flowinfer.message import Call, Ids, Prompt
+from flowinfer.message import Call, Ids, Prompt, ReplyFormat
 from flowinfer.stage import Contract, ModelUse, Stage, StageConfig, setting
-from flowinfer.stages.recipe_tokenize import policy
+from flowinfer.stages.recipe_tokenize import policy, reply
+from flowinfer.text.reply.formats import ReasoningParser, ToolParser
 from flowinfer.units import TokenCount
 
 if TYPE_CHECKING:
     from flowinfer.text.tokenizer import TextTokenizer
+    from flowinfer.text.traced import Segment
 
 log = logging.getLogger(__name__)
 
@@ -29,6 +31,8 @@ class RecipeTokenize(Stage):
         model: str = setting("", change="cold")
         max_prompt_tokens: TokenCount | None = None
         template: str | None = None
+        tool_parser: ToolParser = "auto"
+        reasoning_parser: ReasoningParser = "auto"
 
         def contract(self) -> Contract:
             return Contract(model=ModelUse(self.model))
@@ -49,6 +53,7 @@ class RecipeTokenize(Stage):
             tokenizer = tokenizer.with_template(_read(self.config.template))
         tokenizer.check_templates()
         self.tokenizer = tokenizer
+        self._habits = reply.habits_of(tokenizer, self.config.tool_parser, self.config.reasoning_parser)
         self._pooled: set[str] = set()
 
     def step(self, calls: list[Call]) -> Iterable[Prompt]:
@@ -90,26 +95,33 @@ class RecipeTokenize(Stage):
             from flowinfer.engine.grammar.guidance import check
 
             check(call.sampling.grammar)  # here, so that a bad one costs no prefill
-        tokens, context = self._tokens(call), self.tokenizer.context_length
+        context = self.tokenizer.context_length
+        tokens, form = self._chat(call) if call.messages is not None else (self._plain(call), None)
         param = "prompt" if call.messages is None else "messages"
         policy.check_length(len(tokens), context=context, limit=self.config.max_prompt_tokens, param=param)
         return Prompt(
             id=call.id,
             tokens=tokens,
             sampling=policy.fit(
-                call.sampling, prompt_tokens=len(tokens), context=context, eos_ids=self.tokenizer.eos_ids
+                call.sampling, prompt_tokens=len(tokens), context=context, eos_ids=self.tokenizer.eos_ids, reply=form
             ),
             cache_salt=call.cache_salt,
             cache_class=call.cache_class,
             deadline=call.deadline,
         )
 
-    def _tokens(self, call: Call) -> Ids:
-        if call.messages is not None:
-            messages = policy.normalize(call.messages)
-            segments = self.tokenizer.render(messages, call.tools, **call.template_args)
-            self._check_chars(sum(len(segment.text) for segment in segments), "messages")
-            return self.tokenizer.encode_segments(segments)
+    def _chat(self, call: Call) -> tuple[Ids, ReplyFormat | None]:
+        segments = self.segments(call)
+        self._check_chars(sum(len(segment.text) for segment in segments), "messages")
+        return self.tokenizer.encode_segments(segments), self._habits.format_of(call.tools, segments)
+
+    def segments(self, call: Call) -> list[Segment]:
+        """A chat in the model's format. Raises RequestError."""
+        messages = policy.normalize(call.messages or ())
+        self._habits.check_tools(call.tools)
+        return self.tokenizer.render(messages, call.tools, **self._habits.arguments(call.template_args))
+
+    def _plain(self, call: Call) -> Ids:
         if isinstance(call.prompt, str):
             self._check_chars(len(call.prompt), "prompt")
             return self.tokenizer.encode_prompt(call.prompt)

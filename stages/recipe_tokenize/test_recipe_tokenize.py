@@ -200,7 +200,7 @@ def test_arguments_nested_beyond_reason_are_refused(tokenizer: TextTokenizer, tm
     deep: Any = {}
     for _ in range(10_000):
         deep = {"a": deep}
-    assert "can't render" in str(refusal(make(tokenizer, template=str(path)), call(tools=[deep])))
+    assert "can't render" in str(refusal(make(tokenizer, template=str(path), tool_parser="hermes"), call(tools=[deep])))
 
 
 def test_a_template_file_replaces_the_models(tokenizer: TextTokenizer, tmp_path: Path) -> None:
@@ -215,7 +215,8 @@ def test_a_template_file_replaces_the_models(tokenizer: TextTokenizer, tmp_path:
         make(tokenizer, template=str(tmp_path / "none"))
 
 
-def test_long_text_is_tokenized_in_the_pool(stage: RecipeTokenize) -> None:
+def test_long_text_is_tokenized_in_the_pool(tokenizer: TextTokenizer) -> None:
+    stage = make(tokenizer, tool_parser="hermes")
     context: Any = stage.ctx
     spaced = call([{"type": "text", "text": "Paris"}], template_args={"note": "x"}, tools=[{"x": "y" * INLINE_CHARS}])
     assert list(stage.step([spaced])) == []
