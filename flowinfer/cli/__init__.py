@@ -24,6 +24,7 @@ COMMANDS = {
     "run": Entry("flowinfer.cli.run:run", "Start the service of a pipeline file."),
     "chat": Entry("flowinfer.cli.chat:chat", "Chat with a model in the terminal."),
     "batch": Entry("flowinfer.cli.batch:batch", "Answer a file of requests offline."),
+    "top": Entry("flowinfer.cli.top:top", "Watch a running service: edges, stages, workers."),
     "new": Entry("flowinfer.cli.new:new", "Write the files of a new stage."),
     "compare": Entry("flowinfer.cli.compare:compare", "Tell which of two graphs is better, and by how much."),
     "sweep": Entry("flowinfer.cli.sweep:sweep", "Run one graph at many settings over the same requests."),
