@@ -104,6 +104,12 @@ class Channel:
         self.disconnect(peer)
         self._peers[peer] = _Peer(generation, endpoints, self._connect(endpoints.control))
 
+    def raise_epoch(self, epoch: int) -> None:
+        """Frames say this epoch from now on."""
+        self.epoch = epoch
+        self._heads.clear()
+        self._event_headers.clear()
+
     def disconnect(self, peer: str) -> None:
         """Forgets a peer and what is still on its way to it. Unknown peers are normal."""
         found = self._peers.pop(peer, None)

@@ -102,13 +102,13 @@ class _Comparison:
                 yield from self._settings(path, before, after)
 
     def _added_or_removed(self, path: str, name: str, before: StagePlan | None, after: StagePlan | None) -> Change:
-        kinds = {"before": before.kind if before else ABSENT, "after": after.kind if after else ABSENT}
+        was, now = before.kind if before else ABSENT, after.kind if after else ABSENT
         reason = self._not_in_place(name)
         if reason:
-            return Change(path=path, kind="cold", how=reason, **kinds)
+            return Change(path=path, before=was, after=now, kind="cold", how=reason)
         word = "built and put on its edges" if after else "taken off its edges once it's empty"
         how = f"{word} inside worker {(after or before).worker}"  # type: ignore[union-attr]
-        return Change(path=path, kind="warm", how=how, stages=(name,), **kinds)
+        return Change(path=path, before=was, after=now, kind="warm", how=how, stages=(name,))
 
     def _settings(self, path: str, before: StagePlan, after: StagePlan) -> Iterator[Change]:
         cls = self.load(after)
@@ -280,3 +280,12 @@ def _leaves(path: str, was: Any, now: Any) -> Iterator[tuple[str, Any, Any]]:
     for key in dict.fromkeys((*was, *now)):
         if was.get(key, ABSENT) != now.get(key, ABSENT):
             yield from _leaves(f"{path}.{key}", was.get(key, ABSENT), now.get(key, ABSENT))
+
+
+def is_live(cls: type[Stage], before: StagePlan, after: StagePlan) -> bool:
+    """True when a stage of this class can take the change between two steps, or there is none."""
+    if before.kind != after.kind:
+        return False
+    differing = [key for key in before.config.keys() | after.config if before.config.get(key) != after.config.get(key)]
+    takes_them = cls.reconfigure is not Stage.reconfigure
+    return all(takes_them and change_class(cls.Config, key) == "live" for key in differing)

@@ -42,6 +42,9 @@ class Child:
     restart_at: float = 0.0
     backoff_s: float = FIRST_BACKOFF_S
     drained: bool = False
+    on_trial: bool = False  # started for a change that isn't made yet
+    leaving: bool = False  # gets nothing new and won't be started again
+    failed: Report | None = None  # why it didn't start, on trial
     leases: dict[str, tuple[str, list[int]]] = field(default_factory=dict)
     lease_answers: set[str] = field(default_factory=set)
     process: subprocess.Popen[bytes] | None = None

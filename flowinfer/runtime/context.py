@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from flowinfer.engine.layout import KVLayout
 from flowinfer.errors import RequestError
@@ -20,6 +20,7 @@ class StageContext:
     """Context of one stage. Everything with state lives in the group."""
 
     run: StageRun  # set by the group once the stage exists
+    _held_back: list[Callable[[], None]] | None = None
 
     def __init__(self, group: Group, stage: str) -> None:
         self._group = group
@@ -31,13 +32,26 @@ class StageContext:
         self.clock: Clock = group.clock
         self.listener: socket.socket | None = group.host.listener
 
+    def hold_back(self) -> None:
+        """The stage is opened outside the loop: what it asks of the worker waits for `let_go`."""
+        self._held_back = []
+
+    def let_go(self) -> None:
+        """The stage takes part from now on."""
+        held, self._held_back = self._held_back or [], None
+        for act in held:
+            act()
+
     def submit(
         self, fn: Callable[[], Result], then: Callable[[Result | BaseException], Iterable[Message] | None]
     ) -> None:
         self._group.submit(self.run, fn, then)
 
     def call_at(self, when: float, fn: Callable[[], Iterable[Message] | None]) -> None:
-        self._group.call_at(self.run, when, fn)
+        if self._held_back is not None:
+            self._held_back.append(lambda: self._group.call_at(self.run, when, fn))
+        else:
+            self._group.call_at(self.run, when, fn)
 
     def fail(self, request: str, error: RequestError) -> None:
         self._group.fail(self.stage, request, error)
@@ -52,7 +66,10 @@ class StageContext:
         self._group.give_back(self.run, port, request)
 
     def offer(self, port: str, amount: int) -> None:
-        self._group.offer(self.run, port, amount)
+        if self._held_back is not None:
+            self._held_back.append(lambda: self._group.offer(self.run, port, amount))
+        else:
+            self._group.offer(self.run, port, amount)
 
     def reserve(self, output: str, request: str, amount: int) -> str | None:
         outbox = self.run.outbox_of(output)
@@ -64,13 +81,19 @@ class StageContext:
             outbox.unreserve(request)
 
     def send(self, event: Event, to: str | None = None) -> None:
-        self._group.emit(event, to)
+        if self._held_back is not None:
+            self._held_back.append(lambda: self._group.emit(event, to))
+        else:
+            self._group.emit(event, to)
 
     def shared(self, key: object, make: Callable[[], Shared]) -> Shared:
         objects = self._group.objects
         if key not in objects:
             objects[key] = make()
         return cast(Shared, objects[key])
+
+    def settings_of(self, kind: str) -> list[dict[str, Any]]:
+        return [stage.config for stage in self._group.plan.stages.values() if stage.kind == kind]
 
     def arena(self, layout: KVLayout) -> Arena:
         return self._group.host.arena(layout)

@@ -25,9 +25,14 @@ class Consumer:
     name: str
     generation: int
     connected: bool = False
+    leaving: bool = False  # gets what is bound to it, and nothing else
     credit: dict[str, int] = field(default_factory=dict)  # by lane
     sent: dict[str, None] = field(default_factory=dict)
     outstanding: int = 0  # credit that it hasn't given back
+
+    @property
+    def is_open(self) -> bool:
+        return self.connected and not self.leaving
 
     def takes(self, lane: str, cost: int) -> bool:
         return self.credit.get(lane, 0) >= cost

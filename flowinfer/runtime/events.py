@@ -30,3 +30,76 @@ class Heartbeat(Event):
 
 class Stop(Event):
     """Close the stages and exit."""
+
+
+# ------------------------------------------------------------------------------ changes of a running service, by number
+
+
+class Change(Event):
+    """Base of what the supervisor tells workers about a change."""
+
+    number: int
+
+
+class Prepare(Change):
+    """Build what this plan asks of you beside what runs, and say Prepared. plan: a Plan as JSON.
+
+    renew: stages that are replaced even where nothing about them differs.
+    """
+
+    plan: bytes
+    renew: tuple[str, ...] = ()
+
+
+class Switch(Change):
+    """New requests go by the prepared plan from now on, and nothing new to workers in `leaving`. Say Switched."""
+
+    leaving: tuple[str, ...] = ()
+
+
+class Abandon(Change):
+    """Forget what was prepared."""
+
+
+class Hurry(Change):
+    """The deadline of the old is over: fail the requests that it still holds."""
+
+
+class Retire(Change):
+    """The change has proved itself. leavers: workers that are gone for good."""
+
+
+class Prepared(Event):
+    """This worker is ready to switch, or why it can't."""
+
+    number: int
+    error: str = ""
+
+
+class Switched(Event):
+    """This worker runs the new plan, or why it doesn't."""
+
+    number: int
+    error: str = ""
+
+
+class Drained(Event):
+    """Nothing of the old is left here. aborted: requests that were failed at the deadline."""
+
+    number: int
+    aborted: int = 0
+
+
+class Trouble(Event):
+    """A stage broke while its change is on probation."""
+
+    stage: str
+    error: str
+
+
+class Regrant(Event):
+    """The credit of a producer's share of an edge grew by `amount`, or shrank where that is negative."""
+
+    edge: str
+    lane: str
+    amount: int

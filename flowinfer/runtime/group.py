@@ -8,7 +8,7 @@ import logging
 import socket
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +22,7 @@ from flowinfer.runtime.context import StageContext
 from flowinfer.runtime.inbox import Debt
 from flowinfer.runtime.loading import Loader, make_config, stage_error
 from flowinfer.runtime.outbox import Outbox
+from flowinfer.runtime.rewire.graft import Layer, forked
 from flowinfer.runtime.stage_run import FusedEdge, Put, StageRun, request_ids
 from flowinfer.stage import Arena, Clock
 
@@ -68,21 +69,25 @@ class Group:
         self._timers: list[tuple[float, int, StageRun | None, Work]] = []
         self._order = itertools.count()
         self._pool: ThreadPoolExecutor | None = None
-        self._done: deque[tuple[StageRun, Work]] = deque()
+        self._done: deque[tuple[StageRun | None, Work]] = deque()
         self._events: deque[Event] = deque()
         self._unsent: list[Outbox] = []  # outboxes to flush
         self._listeners: dict[type[Event], list[StageRun]] = {}
-        self.runs = [self._make(stage, load) for stage in stages]
+        self._load = load
+        self.layers: list[Layer] = []  # what changes of the graph left behind, oldest first
+        self.runs = [self.make(stage) for stage in stages]
         self.by_name = {run.name: run for run in self.runs}
         for edge in plan.edges:
             self.wire(edge)
 
-    def _make(self, plan: StagePlan, load: Loader) -> StageRun:
+    def make(self, plan: StagePlan) -> StageRun:
+        """A stage that isn't opened or wired yet. Raises StageError."""
         try:
-            cls = load(plan)
+            cls = self._load(plan)
             config = make_config(cls, plan)
             context = StageContext(self, plan.name)
             context.run = StageRun(plan, cls(config, context), config.contract().held)
+            context.run.context = context
         except Exception as error:
             raise stage_error(plan, error) from error
         return context.run
@@ -102,16 +107,17 @@ class Group:
             try:
                 run.stage.open()
             except Exception as error:
-                self._close(self.runs[:index])
+                self.close_runs(self.runs[:index])
                 raise stage_error(run.plan, error) from error
 
     def close(self) -> None:
         """Closes the stages, last first, and the thread pool."""
-        self._close(self.runs)
+        self.close_runs(self.runs)
         if self._pool is not None:
             self._pool.shutdown(wait=False, cancel_futures=True)
 
-    def _close(self, runs: Sequence[StageRun]) -> None:
+    def close_runs(self, runs: Sequence[StageRun]) -> None:
+        """Closes these stages, last first."""
         for run in reversed(runs):
             try:
                 run.stage.close()
@@ -189,8 +195,11 @@ class Group:
             puts = (self.emit,)  # type: ignore[assignment]
         else:
             puts = tuple(edge.put for edge in run.edges_for(kind))
-            if not puts:
+            if not puts and not any(run.edges_for(kind, outputs) for _, outputs in run.layers):
                 raise StageError(run.name, f"gave a {kind.__name__}, which no edge takes.")
+            if run.layers:
+                before = [(layer, _all(run.edges_for(kind, outputs))) for layer, outputs in run.layers]
+                puts = (forked(before, _all(run.edges_for(kind))),)
             if "id" in kind.__struct_fields__:
                 puts = (self._guard(puts, opens=run.name == API),)
         run.routes[kind] = puts
@@ -216,10 +225,16 @@ class Group:
         run.num_failed += len(ids)
         for request in dict.fromkeys(ids):
             self.fail(run.name, request, RequestError(500, f"Stage {run.name!r} failed: {error}", code="stage_failed"))
-        if run.failures >= MAX_FAILURES:
+        if not self.on_trial(run, error) and run.failures >= MAX_FAILURES:
             raise stage_error(run.plan, error) from error
 
+    def on_trial(self, run: StageRun, error: Exception) -> bool:
+        """True when somebody will take this stage back, so that the worker needn't give up."""
+        return False
+
     def _work(self, run: StageRun | None, work: Work) -> None:
+        if run is not None and run.closed:
+            return
         try:
             messages = work()
             if messages is not None and run is not None:
@@ -230,6 +245,34 @@ class Group:
             log.exception("%s: stage %s broke in its background work", self.name, run.name)
         if run is not None:
             self._unsent += run.outboxes
+
+    # -- changes of the graph ------------------------------------------------------------------------------------------
+
+    def outbox_of(self, edge: str) -> Outbox:
+        """The outbox of an edge to another worker; here there are none."""
+        raise KeyError(edge)
+
+    def replace_runs(self, now: Mapping[str, StageRun], layer: Layer, plan: Plan) -> None:
+        """Runs these stages, in this order, and those of the layer until it has drained."""
+        gone = [run for layer in (*self.layers, layer) for run in layer.runs]
+        self.by_name = dict(now)
+        self.runs = [*gone, *now.values()]
+        self._listeners.clear()
+
+    def drain_layers(self) -> list[Layer]:
+        """Closes what no request needs any more; returns the layers that have drained now."""
+        drained = [layer for layer in self.layers if layer.is_drained(self.open_requests)]
+        for layer in drained:
+            self.layers.remove(layer)
+            for run in self.runs:
+                run.join(layer)
+            for run in layer.runs:
+                run.closed = True
+            self.close_runs(layer.runs)
+        if drained:
+            self.runs = [run for run in self.runs if not run.closed]
+            self._listeners.clear()
+        return drained
 
     # -- events --------------------------------------------------------------------------------------------------------
 
@@ -313,7 +356,9 @@ class Group:
 
     # -- what contexts need --------------------------------------------------------------------------------------------
 
-    def submit(self, run: StageRun, fn: Callable[[], Any], then: Callable[[Any], Iterable[Message] | None]) -> None:
+    def submit(
+        self, run: StageRun | None, fn: Callable[[], Any], then: Callable[[Any], Iterable[Message] | None]
+    ) -> None:
         """Runs fn in the pool and then(result or error) in the loop."""
         if self._pool is None:
             self._pool = ThreadPoolExecutor(POOL_THREADS, thread_name_prefix=f"{self.name}-submit")
@@ -343,3 +388,14 @@ class Group:
 
     def offer(self, run: StageRun, port: str, amount: int) -> None:
         """Raises the credit of an input port; edges inside the worker have none."""
+
+
+def _all(edges: Iterable[FusedEdge | Outbox]) -> Put:
+    """One put into all of these edges."""
+    puts = tuple(edge.put for edge in edges)
+
+    def put(message: Message) -> None:
+        for one in puts:
+            one(message)
+
+    return put

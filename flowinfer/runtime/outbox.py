@@ -75,7 +75,7 @@ class Outbox:
         return self._lanes.get(lane or "", self._default)
 
     def _hashed(self, message: Message) -> str:
-        names = [name for name, consumer in self.consumers.items() if consumer.connected]
+        names = [name for name, consumer in self.consumers.items() if consumer.is_open]
         return rendezvous(str(getattr(message, self.edge.key or "id", "")), names) if names else ""
 
     # -- sending -------------------------------------------------------------------------------------------------------
@@ -95,14 +95,14 @@ class Outbox:
     def _flush_only(self) -> None:
         (consumer,) = self.consumers.values()
         queue, lane = self._default, self.edge.lanes[0]
-        while queue and consumer.connected and (credit := consumer.credit.get(lane, 0)) > 0:
+        while queue and consumer.is_open and (credit := consumer.credit.get(lane, 0)) > 0:
             count = min(len(queue), credit, MAX_BATCH)
             self._post(consumer, lane, [queue.popleft() for _ in range(count)], 1)
 
     def _flush_chosen(self) -> None:
         batches: dict[tuple[str, str], list[Message]] = {}
         heads = {lane: _head(queue) for lane, queue in self._lanes.items() if queue}
-        consumers = [consumer for consumer in self.consumers.values() if consumer.connected]
+        consumers = [consumer for consumer in self.consumers.values() if consumer.is_open]
         while heads and (chosen := self.dispatch.choose(heads, consumers)) is not None:
             lane, consumer = chosen
             batches.setdefault((consumer.name, lane), []).append(self._lanes[lane].popleft())
@@ -194,6 +194,26 @@ class Outbox:
         for request in ids:
             consumer.sent.pop(request, None)
 
+    def regrant(self, name: str, generation: int, lane: str, amount: int) -> None:
+        """An instance's grant itself grew or shrank: nothing came back, and credit may be below 0 for a while."""
+        outstanding = self.consumers[name].outstanding if name in self.consumers else 0
+        self.credit(name, generation, lane, amount, ())
+        if name in self.consumers:
+            self.consumers[name].outstanding = outstanding
+
+    def leave(self, name: str) -> None:
+        """This instance gets nothing new; what is bound to it goes there still."""
+        if name in self.consumers:
+            self.consumers[name].leaving = True
+
+    def owes(self, name: str) -> bool:
+        """True while something is bound to this instance, or on its way there and not yet out of it."""
+        consumer = self.consumers.get(name)
+        if consumer is None:
+            return False
+        reserved = any(reservation.instance == name for reservation in self._reserved.values())
+        return bool(consumer.sent or consumer.outstanding or self._bound.get(name) or reserved)
+
     def connect(self, name: str, generation: int) -> None:
         """The way to this instance is open."""
         consumer = self.consumers.get(name)
@@ -236,7 +256,7 @@ class Outbox:
             self._return(reservation)
 
     def _take(self, lane: str, amount: int) -> str:
-        able = [c for c in self.consumers.values() if c.connected and c.takes(lane, amount)]
+        able = [c for c in self.consumers.values() if c.is_open and c.takes(lane, amount)]
         if not able:
             return ""
         consumer = max(able, key=lambda c: (c.credit[lane], -c.outstanding))

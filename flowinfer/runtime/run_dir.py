@@ -61,6 +61,11 @@ def sweep(parent: Path) -> list[Path]:
     return swept
 
 
+def is_alive(path: Path) -> bool:
+    """True while the supervisor of this folder lives."""
+    return not _is_stale(path)
+
+
 def _is_stale(path: Path) -> bool:
     try:
         with (path / "lock").open("rb+") as file:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from flowinfer.graph.plan import API, EdgePlan, StagePlan
 from flowinfer.message import Message
@@ -12,7 +12,12 @@ from flowinfer.runtime.inbox import Debt, Inbox
 from flowinfer.runtime.outbox import Outbox
 from flowinfer.stage import Stage, ports
 
+if TYPE_CHECKING:
+    from flowinfer.runtime.context import StageContext
+    from flowinfer.runtime.rewire.graft import Layer
+
 Put = Callable[[Message], None]
+Outputs = dict[str, "list[FusedEdge | Outbox]"]  # by class name of the message
 
 
 class FusedEdge:
@@ -27,9 +32,14 @@ class FusedEdge:
     def full(self) -> bool:
         return len(self._messages) >= self.edge.capacity
 
+    def ends_in(self, inbox: Inbox) -> bool:
+        return self._messages is inbox.messages
+
 
 class StageRun:
-    """A stage with its queues."""
+    """A stage with its queues. layers: where requests go that were open when its outputs changed, oldest first."""
+
+    context: StageContext
 
     def __init__(self, plan: StagePlan, stage: Stage, held: frozenset[str]) -> None:
         inputs, outputs = ports(type(stage))
@@ -43,9 +53,11 @@ class StageRun:
         self.inboxes = {name: Inbox() for name in names}
         self.input_types = {port.name: port.message for port in inputs}
         self.output_types = {port.name: port.message.__name__ for port in outputs}
-        self.outputs: dict[str, list[FusedEdge | Outbox]] = {}  # by class name of the message
+        self.outputs: Outputs = {}
+        self.layers: list[tuple[Layer, Outputs]] = []
         self.outboxes: list[Outbox] = []
         self.routes: dict[type[Message], tuple[Put, ...]] = {}
+        self.closed = False  # its requests are over and so is the stage: what comes for it is dropped
         self.failures = 0  # steps in a row that broke
         self.num_failed = 0
         self.num_steps = 0
@@ -60,6 +72,26 @@ class StageRun:
             self.outboxes.append(output)
         if not output.edge.back:
             self._gates.append(output)
+
+    def fork(self, layer: Layer, outputs: Iterable[FusedEdge | Outbox]) -> None:
+        """Sends to these outputs from now on, but requests of the layer where they went until now."""
+        self.layers.append((layer, self.outputs))
+        self.outputs = {}
+        for output in outputs:
+            self.outputs.setdefault(output.edge.message, []).append(output)
+        self._regate()
+
+    def join(self, layer: Layer) -> None:
+        """Forgets the outputs of a layer that has drained."""
+        self.layers = [(other, outputs) for other, outputs in self.layers if other is not layer]
+        self._regate()
+
+    def _regate(self) -> None:
+        ways = [self.outputs, *(outputs for _, outputs in self.layers)]
+        edges = dict.fromkeys(edge for outputs in ways for group in outputs.values() for edge in group)
+        self._gates = [edge for edge in edges if not edge.edge.back]
+        self.outboxes = [edge for edge in edges if isinstance(edge, Outbox)]
+        self.routes.clear()
 
     @property
     def gated(self) -> bool:
@@ -111,11 +143,12 @@ class StageRun:
                 return edge
         return None
 
-    def edges_for(self, kind: type[Message]) -> list[FusedEdge | Outbox]:
+    def edges_for(self, kind: type[Message], outputs: Outputs | None = None) -> list[FusedEdge | Outbox]:
         """The edges that take a message of this class: those of its own name, else of its nearest base."""
+        outputs = self.outputs if outputs is None else outputs
         for cls in kind.__mro__:
-            if cls.__name__ in self.outputs:
-                return self.outputs[cls.__name__]
+            if cls.__name__ in outputs:
+                return outputs[cls.__name__]
         return []
 
 

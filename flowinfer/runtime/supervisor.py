@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from types import FrameType
 
@@ -15,13 +16,18 @@ from flowinfer.codec import Header, schema_digest
 from flowinfer.errors import FlowInferError
 from flowinfer.graph.plan import API, FRONT, Plan
 from flowinfer.message import Drain, Event, LeaseQuery, LeaseReport, Message, Serving, WorkerDown, WorkerUp
-from flowinfer.runtime.arenas import make_arenas, model_layouts
+from flowinfer.runtime.arenas import Ranges, give_spare_back, make_arenas, model_layouts, take_spare
 from flowinfer.runtime.boot import ArenaRange, Boot, Report
 from flowinfer.runtime.child import Child
 from flowinfer.runtime.events import SUPERVISOR, Heartbeat, Opening, Ready, Stop
 from flowinfer.runtime.listening import address, listen
 from flowinfer.runtime.loading import LoadStage
 from flowinfer.runtime.mailbox import bind, load_keys
+from flowinfer.runtime.rewire.answers import answer
+from flowinfer.runtime.rewire.control import ControlServer
+from flowinfer.runtime.rewire.controller import Controller
+from flowinfer.runtime.rewire.journal import Journal
+from flowinfer.runtime.rewire.protocol import Service, Source
 from flowinfer.runtime.run_dir import RunDir
 
 HUNG_S = 60.0  # without a heartbeat; a prefill step of a long prompt may take seconds on few cores
@@ -46,31 +52,37 @@ class Supervisor:
     """One running service. `run` returns when it has stopped; everything it made is gone by then."""
 
     def __init__(
-        self, plan: Plan, *, say: Say = print, ready: Callable[[str], None] | None = None, hung_s: float = HUNG_S
+        self,
+        plan: Plan,
+        *,
+        say: Say = print,
+        ready: Callable[[str], None] | None = None,
+        hung_s: float = HUNG_S,
+        source: Source | None = None,
+        journal: Journal | None = None,
     ) -> None:
         self.plan = plan
+        self.controller = Controller(self, source or Source(file=plan.file), journal or Journal(plan.name))
+        self.start_s = 0.0  # what the last start took
         self.hung_s = hung_s
         self._say = say
         self._ready = ready
         self._signals = 0
         self._serving = False
         self._front = f"{plan.stages[API].worker if API in plan.stages else FRONT}.0"
-        self._load = LoadStage(Path(plan.file).parent, plan.allow_local)
-        self.children = {
-            f"{name}.{replica}": Child(f"{name}.{replica}", name, replica)
-            for name, worker in plan.workers.items()
-            for replica in range(worker.replicas)
-        }
+        self.load = LoadStage(Path(plan.file).parent, plan.allow_local)
+        self._last_generation = 0
+        self.arenas = Ranges()
+        self.children = _children(plan)
 
     def run(self) -> None:
         """Starts the workers, serves until a signal, drains and stops. Raises FlowInferError when it can't start."""
-        self._layouts = model_layouts(self.plan, self._load)
+        self._layouts = model_layouts(self.plan, self.load)
         self._engines = [child.name for child in self.children.values() if child.worker in self._layouts]
         with contextlib.ExitStack() as stack:
             self.listener = stack.enter_context(listen(self.plan.serve)) if API in self.plan.stages else None
-            self._arenas = make_arenas(self.plan, self._layouts)
-            for fd in {arena.fd for ranges in self._arenas.values() for arena in ranges}:
-                stack.callback(os.close, fd)
+            self.arenas = make_arenas(self.plan, self._layouts)
+            stack.callback(self.close_arenas)
             self.run_dir = RunDir()
             stack.callback(self.run_dir.remove)
             self._life_fd, life = os.pipe()  # its writing end closes when this process dies, however it dies
@@ -80,6 +92,8 @@ class Supervisor:
             stack.callback(self.channel.close)
             self._endpoints = bind(self.channel, self.plan.network, self.run_dir.path)
             stack.callback(self._end_all)
+            self._control = ControlServer(self.run_dir.path, self._service(), self.channel.wake)
+            stack.callback(self._control.close)
             with self._watched_signals():
                 self._start()
                 self._serve()
@@ -87,38 +101,60 @@ class Supervisor:
     # -- phases --------------------------------------------------------------------------------------------------------
 
     def _start(self) -> None:
+        self.controller.journal.write(0, self.plan.epoch, "start", f"process {os.getpid()}")
+        self.start_all()
+
+    def start_all(self) -> None:
+        """Starts every worker and connects them. Raises StartError when one can't."""
+        started = time.monotonic()
         for child in self.children.values():
-            self._spawn(child)
+            self.spawn(child)
         while not self._signals and any(child.state != "ready" for child in self.children.values()):
-            self._pump()
+            self.pump()
         if self._signals:
             return
-        self._introduce(list(self.children.values()))
+        self.introduce(list(self.children.values()))
         self._serving = True
+        self.start_s = time.monotonic() - started
         if self._ready is not None:
-            self._ready(address(self.listener) if self.listener else "")
+            self._ready(address(self.listener, tls=self.plan.serve.tls) if self.listener else "")
+            self._ready = None
+
+    @property
+    def is_stopping(self) -> bool:
+        return self._signals > 0
+
+    def _service(self) -> Service:
+        where = address(self.listener, tls=self.plan.serve.tls) if self.listener else ""
+        return Service(name=self.plan.name, pid=os.getpid(), address=where, file=self.plan.file)
+
+    def close_arenas(self) -> None:
+        """Lets go of the KV memory; it goes with its last user."""
+        for fd in {arena.fd for ranges in (*self.arenas.values(), self.arenas.spares) for arena in ranges}:
+            os.close(fd)
+        self.arenas = Ranges()
 
     def _serve(self) -> None:
         while not self._signals:
-            self._pump()
+            self.pump()
         if self._serving:
-            self._drain()
+            self._say("Draining; press Ctrl-C again to stop now.")
+            self.drain()
         if self._signals < 2:
             self._stop()
 
-    def _drain(self) -> None:
+    def drain(self) -> None:
         """Lets open requests finish, for drain_timeout_s at most; a second signal ends it."""
-        self._say("Draining; press Ctrl-C again to stop now.")
         deadline = time.monotonic() + self.plan.serve.drain_timeout_s
         front = self.children.get(self._front)
-        self._tell_all(Drain())
+        self.tell_all(Drain())
         while self._signals < 2 and time.monotonic() < deadline and front is not None and front.state == "ready":
-            self._pump(min(TICK_S, deadline - time.monotonic()))
+            self.pump(min(TICK_S, deadline - time.monotonic()))
             if front.drained:
                 return
 
     def _stop(self) -> None:
-        self._tell_all(Stop())
+        self.tell_all(Stop())
         deadline = time.monotonic() + STOP_S
         while self._signals < 2 and time.monotonic() < deadline and any(c.alive for c in self.children.values()):
             self.channel.poll(min(TICK_S, max(0.0, deadline - time.monotonic())))
@@ -132,26 +168,33 @@ class Supervisor:
 
     # -- the loop ------------------------------------------------------------------------------------------------------
 
-    def _pump(self, wait_s: float = TICK_S) -> None:
+    def pump(self, wait_s: float = TICK_S) -> None:
         """Waits for news once and acts on it."""
         now = time.monotonic()
-        due = [max(0.0, child.restart_at - now) for child in self.children.values() if child.state == "down"]
+        due = [
+            max(0.0, child.restart_at - now)
+            for child in self.children.values()
+            if child.state == "down" and not (child.on_trial or child.leaving)
+        ]
         events, _ = self.channel.poll(max(0.0, min([wait_s, *due])))
         for header, received in events:
             for event in received:
                 self._take(header, event)
-        for child in self.children.values():
+        for child in list(self.children.values()):
             self._check(child, time.monotonic())
+        for request, say in self._control.take():
+            answer(self, request, say)
 
     def _check(self, child: Child, now: float) -> None:
         if child.state == "down":
             if (
                 child.process is None
+                and not (child.on_trial or child.leaving)
                 and now >= child.restart_at
                 and self._leases_known(child, now)
                 and not self._signals
             ):
-                self._spawn(child)
+                self.spawn(child)
         elif not child.alive:
             self._bury(child, now)
         elif child.state == "ready" and now - child.beat_at > self.hung_s:
@@ -174,15 +217,89 @@ class Supervisor:
             self._welcome(child, event)
         elif isinstance(event, LeaseReport):
             self._note_leases(child, event)
+        elif isinstance(event, Event):
+            self.controller.note(child, event)
+
+    # -- changes: who comes and who goes ------------------------------------------------------------------------------
+
+    def take_plan(self, plan: Plan, leaving: Collection[str] = ()) -> None:
+        """Workers that start from now on run this plan; those that leave aren't started again."""
+        self.plan = plan
+        for name in leaving:
+            self.children[name].leaving = True
+
+    def leavers(self, new: Plan, replaced: Collection[str]) -> list[str]:
+        """Instances that go with this plan: all of replaced workers, the last ones of those that shrink."""
+        found: list[str] = []
+        for worker, plan in new.workers.items():
+            own = [child.name for child in self.children.values() if child.worker == worker and not child.leaving]
+            found += own if worker in replaced else own[plan.replicas :]
+        return found
+
+    def give_birth(self, new: Plan, leaving: Collection[str]) -> list[Child]:
+        """Starts the instances that this plan has and that aren't there, on trial. Raises FlowInferError."""
+        born: list[Child] = []
+        for worker, plan in new.workers.items():
+            own = [child for child in self.children.values() if child.worker == worker]
+            missing = plan.replicas - sum(child.name not in leaving for child in own)
+            free = (number for number in itertools.count() if f"{worker}.{number}" not in self.children)
+            for number in itertools.islice(free, max(0, missing)):
+                born.append(Child(f"{worker}.{number}", worker, number, on_trial=True))
+        for child in born:
+            take_spare(self.arenas, child.name)
+        for child in born:
+            self.children[child.name] = child
+            if child.worker in self._layouts:
+                self._engines.append(child.name)
+            self.spawn(child, new)
+        return born
+
+    def end(self, children: Collection[Child], *, stop: bool = False) -> None:
+        """Ends these instances for good; `stop` asks them first."""
+        for child in children if stop else ():
+            self.channel.send_event(child.name, Stop())
+        deadline = time.monotonic() + STOP_S
+        while stop and time.monotonic() < deadline and any(child.alive for child in children):
+            self.channel.poll(max(0.0, min(TICK_S, deadline - time.monotonic())))
+        for child in children:
+            child.kill()
+            if child.process is not None:
+                known, generation = child.state == "ready" and not child.on_trial, child.generation
+                self.channel.disconnect(child.name)
+                child.process.wait()
+                child.buried(time.monotonic())
+                self.run_dir.remove_sockets(child.name, generation)
+                if known:
+                    self.tell_all(WorkerDown(worker=child.name, generation=generation))
+            self.children.pop(child.name, None)
+            give_spare_back(self.arenas, child.name)
+
+    def check(self, plan: Plan) -> None:
+        """Raises FlowInferError when this plan can't run here, as far as can be told before it starts."""
+        model_layouts(plan, self.load)
+
+    def start_anew(self, plan: Plan) -> None:
+        """Starts all workers of a plan, with none left from before. Raises StartError."""
+        self._serving = False
+        last = max((child.generation for child in self.children.values()), default=0)
+        self._last_generation = max(self._last_generation, last)
+        self.close_arenas()
+        self.plan = plan
+        self.channel.raise_epoch(plan.epoch)
+        self._layouts = model_layouts(plan, self.load)
+        self.arenas = make_arenas(plan, self._layouts)
+        self.children = _children(plan, self._last_generation)
+        self._engines = [child.name for child in self.children.values() if child.worker in self._layouts]
+        self.start_all()
 
     # -- births --------------------------------------------------------------------------------------------------------
 
-    def _spawn(self, child: Child) -> None:
+    def spawn(self, child: Child, plan: Plan | None = None) -> None:
         child.generation += 1
         listener = self.listener if child.name == self._front else None
-        arenas = tuple(self._quarantine(child, arena) for arena in self._arenas.get(child.name, ()))
+        arenas = tuple(self._quarantine(child, arena) for arena in self.arenas.get(child.name, ()))
         boot = Boot(
-            plan=self.plan,
+            plan=plan or self.plan,
             worker=child.worker,
             replica=child.replica,
             generation=child.generation,
@@ -192,7 +309,7 @@ class Supervisor:
             life_fd=self._life_fd,
             report_fd=child.open_report(),
             threads=self._threads(child.worker),
-            device=self.plan.workers[child.worker].device,
+            device=(plan or self.plan).workers[child.worker].device,
             engine_index=self._engines.index(child.name) if child.name in self._engines else 0,
             num_engines=max(1, len(self._engines)),
             listener_fd=listener.fileno() if listener else None,
@@ -234,13 +351,15 @@ class Supervisor:
             raise FlowInferError(f"worker {child.name} runs another version of FlowInfer.", help="Install one version.")
         child.ready(Endpoints(ready.data, ready.control), time.monotonic())
         self.channel.connect(child.name, child.generation, Endpoints(ready.data, ready.control))
-        if self._serving:
+        if self._serving and not child.on_trial:
             self._say(f"Worker {child.name} is back.")
-            self._introduce([child])
+            self.introduce([child])
 
-    def _introduce(self, new: list[Child]) -> None:
+    def introduce(self, new: list[Child]) -> None:
         """Tells the new workers of all that are ready, and those of the new."""
-        ready = [child for child in self.children.values() if child.state == "ready"]
+        for child in new:
+            child.on_trial = False
+        ready = [child for child in self.children.values() if child.state == "ready" and not child.on_trial]
         for child in ready:
             for peer in ready:
                 if peer is not child and (child in new or peer in new) and peer.endpoints is not None:
@@ -259,12 +378,15 @@ class Supervisor:
         self.run_dir.remove_sockets(child.name, child.generation)
         for other in self.children.values():
             other.leases = {request: lease for request, lease in other.leases.items() if lease[0] != child.name}
+        if child.on_trial:
+            child.failed = report
+            return
         if not self._serving and not self._signals:
             raise StartError(child.name, report)
-        self._tell_all(WorkerDown(worker=child.name, generation=child.generation))
-        if child.name in self._arenas:
-            self._tell_all(LeaseQuery(owner=child.name))
-        if not self._signals:
+        self.tell_all(WorkerDown(worker=child.name, generation=child.generation))
+        if child.name in self.arenas:
+            self.tell_all(LeaseQuery(owner=child.name))
+        if not self._signals and not child.leaving:
             what = "died" if was_ready else "didn't start"
             self._say(
                 f"Worker {child.name} {what}: {report.error} Starting it again in {child.restart_at - now:.1f} s."
@@ -279,14 +401,14 @@ class Supervisor:
             owner.lease_answers.add(peer.name)
 
     def _leases_known(self, child: Child, now: float) -> bool:
-        if child.name not in self._arenas or now - child.restart_at >= LEASES_S:
+        if child.name not in self.arenas or now - child.restart_at >= LEASES_S:
             return True
         others = {peer.name for peer in self.children.values() if peer.state == "ready"}
         return others <= child.lease_answers
 
-    def _tell_all(self, event: Event) -> None:
+    def tell_all(self, event: Event) -> None:
         for child in self.children.values():
-            if child.state == "ready":
+            if child.state == "ready" and not child.on_trial:
                 self.channel.send_event(child.name, event)
 
     # -- signals -------------------------------------------------------------------------------------------------------
@@ -310,3 +432,12 @@ class Supervisor:
             signal.set_wakeup_fd(fd)
             for number, handler in before.items():
                 signal.signal(number, handler)
+
+
+def _children(plan: Plan, last_generation: int = 0) -> dict[str, Child]:
+    """The instances of a plan, not started."""
+    return {
+        f"{name}.{replica}": Child(f"{name}.{replica}", name, replica, generation=last_generation)
+        for name, worker in plan.workers.items()
+        for replica in range(worker.replicas)
+    }

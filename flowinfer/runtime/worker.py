@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from flowinfer.channel import Channel, Endpoints, Received
 from flowinfer.codec import CodecError, Header
@@ -24,11 +24,14 @@ from flowinfer.message import (
     WorkerDown,
     WorkerUp,
 )
-from flowinfer.runtime.events import SUPERVISOR, Heartbeat, Opening, Stop
+from flowinfer.runtime.events import SUPERVISOR, Change, Heartbeat, Opening, Regrant, Stop, Trouble
 from flowinfer.runtime.group import Group, Host
 from flowinfer.runtime.inbox import Account, Debt, Grants, Inbox
 from flowinfer.runtime.loading import Loader
 from flowinfer.runtime.outbox import Outbox
+from flowinfer.runtime.rewire.graft import Layer
+from flowinfer.runtime.rewire.member import Member
+from flowinfer.runtime.rewire.split import split
 from flowinfer.runtime.stage_run import StageRun
 from flowinfer.runtime.stats import samples
 from flowinfer.stage import Clock
@@ -62,9 +65,12 @@ class Worker(Group):
         self.num_unsent = 0
         self._dead: dict[str, int] = {}  # last generation of each worker that died
         self._moved: list[str] = []
+        self._epochs: dict[str, int] = {}  # by lane and sender: the newest of its frames
+        self._first_epoch = plan.epoch
         self._draining = self._stopping = False
         stages = [plan.stages[stage] for stage in plan.workers[worker].stages]
         super().__init__(plan, stages, host, load, name=channel.name, generation=channel.generation, clock=clock)
+        self.member = Member(self)
 
     def wire(self, edge: EdgePlan) -> None:
         """Fused edges as in a group; of the others, the half that is here."""
@@ -146,19 +152,29 @@ class Worker(Group):
 
     # -- receiving -----------------------------------------------------------------------------------------------------
 
-    def _stale(self, header: Header) -> str:
-        """Why a frame is refused, "" when it isn't."""
-        if header.epoch != self.plan.epoch:
-            return "epoch"
-        return "generation" if header.generation <= self._dead.get(header.sender, 0) else ""
+    def _stale(self, header: Header, lane: str) -> str:
+        """Why a frame is refused, "" when it isn't.
 
-    def _take_events(self, header: Header, events: Sequence[Message]) -> None:
-        if reason := self._stale(header):
+        A lane keeps its order: once its sender has taken a new epoch, no frame of the old one can still be under way.
+        """
+        if header.generation <= self._dead.get(header.sender, 0):
+            return "generation"
+        newest = self._epochs.get(lane + header.sender, self._first_epoch)
+        if header.epoch != newest:
+            if header.epoch < newest or header.epoch > self.plan.epoch + 1:
+                return "epoch"
+            self._epochs[lane + header.sender] = header.epoch
+        return ""
+
+    def _take_events(self, header: Header, events: Sequence[Message], lane: str = "e") -> None:
+        if reason := self._stale(header, lane):
             self.num_late[reason] = self.num_late.get(reason, 0) + len(events)
             return
         for event in events:
             if isinstance(event, Credit):
                 self._take_credit(header, event)
+            elif isinstance(event, Regrant):
+                self._take_regrant(header, event)
             elif isinstance(event, Event):
                 self.handle(event)
 
@@ -168,11 +184,16 @@ class Worker(Group):
             outbox.credit(header.sender, header.generation, credit.lane, credit.amount, credit.ids)
             outbox.flush()
 
+    def _take_regrant(self, header: Header, grant: Regrant) -> None:
+        if outbox := self.outputs.get(grant.edge):
+            outbox.regrant(header.sender, header.generation, grant.lane, grant.amount)
+            outbox.flush()
+
     def _take_data(self, frames: Sequence[Received]) -> None:
         for header, messages in frames:
             if header.edge == "":
-                self._take_events(header, messages)
-            elif reason := self._stale(header):
+                self._take_events(header, messages, "d")
+            elif reason := self._stale(header, "d"):
                 for message in messages:
                     self.refuse(message, reason)
             elif header.edge in self.inputs:
@@ -187,8 +208,24 @@ class Worker(Group):
         account = self.grants.account(edge.name, header.sender, header.lane)
         if hasattr(messages[0], "id"):
             messages = self._admit(messages, account, header.cost)
+        for layer in self.layers:
+            if messages and edge.name in layer.inboxes:
+                messages = self._divert(layer, edge, account, messages, header.cost)
         if messages:
             inbox.receive(messages, account, header.cost, held)
+
+    def _divert(
+        self, layer: Layer, edge: EdgePlan, account: Account, messages: list[Message], cost: int
+    ) -> list[Message]:
+        """Gives what belongs to old requests to the stages that know them; returns the rest.
+
+        A message in two parts is settled once, by the part that is new.
+        """
+        parts = [split(message, layer.ids) for message in messages]
+        for mine, rest in parts:
+            if mine is not None:
+                layer.inboxes[edge.name].receive([mine], account, cost if rest is None else 0)
+        return [rest for _, rest in parts if rest is not None]
 
     def _admit(self, messages: list[Message], account: Account, cost: int) -> list[Message]:
         """Refuses messages of closed requests, returns the others, and notes that they are here now."""
@@ -208,6 +245,31 @@ class Worker(Group):
     def _announce(self) -> None:
         moved, self._moved = self._moved, []
         self.emit(Moved(ids=moved, worker=self.name, generation=self.generation), self.front)
+
+    # -- changes of the graph ------------------------------------------------------------------------------------------
+
+    def outbox_of(self, edge: str) -> Outbox:
+        return self.outputs[edge]
+
+    def replace_runs(self, now: Mapping[str, StageRun], layer: Layer, plan: Plan) -> None:
+        super().replace_runs(now, layer, plan)
+        edges = {edge.name: edge for edge in plan.edges}
+        for name, (edge, inbox, _) in list(self.inputs.items()):
+            target = now[edges[name].target]
+            after = target.inboxes[edges[name].port]
+            if after is not inbox:
+                layer.inboxes[name] = inbox
+                self.inputs[name] = (edge, after, edge.port if edge.port in target.held else "")
+
+    def on_trial(self, run: StageRun, error: Exception) -> bool:
+        if self.member.on_probation:
+            self.channel.send_event(SUPERVISOR, Trouble(stage=run.name, error=str(error)))
+        return self.member.on_probation
+
+    def producers_of(self, edge: EdgePlan) -> list[str]:
+        """Live peers that send on this edge."""
+        worker = self.plan.stages[edge.source].worker
+        return [peer for peer in self.peers if self._worker_of(peer) == worker]
 
     # -- credit --------------------------------------------------------------------------------------------------------
 
@@ -247,6 +309,8 @@ class Worker(Group):
             self._disconnect(event)
         elif isinstance(event, Stop):
             self._stopping = True
+        elif isinstance(event, Change):
+            self.member.handle(event)
         super().handle(event)
         if isinstance(event, Drain):
             self.call_at(None, self.clock.now() + DRAIN_CHECK_S, self._check_drained)

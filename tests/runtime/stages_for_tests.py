@@ -23,7 +23,7 @@ from flowinfer.message import (
     Text,
     WorkerDown,
 )
-from flowinfer.stage import Contract, Stage, StageConfig
+from flowinfer.stage import Contract, Stage, StageConfig, setting
 
 
 class Note(StageConfig):
@@ -256,3 +256,35 @@ class SlowSink(Sink):
     def _take(self, prompt: Prompt) -> None:
         write(self.config.file, f"got {prompt.id} {int(prompt.tokens.sum())}")
         self.ctx.give_back("prompts", prompt.id)
+
+
+class LateAnswerer(Stage):
+    """Answers each call after a delay, in two pieces; knows only the calls that it got itself."""
+
+    class Config(StageConfig):
+        delay: float = setting(0.01, change="live")
+        broken: bool = False
+
+    def open(self) -> None:
+        self.delay = self.config.delay
+        self.calls: dict[str, Call] = {}
+
+    def reconfigure(self, config: Config) -> None:
+        self.delay = config.delay
+
+    def step(self, calls: list[Call]) -> Iterable[Text]:
+        if self.config.broken:
+            raise RuntimeError("that can't be")
+        for call in calls:
+            self.calls[call.id] = call
+            self.ctx.call_at(self.ctx.clock.now() + self.delay, lambda id=call.id: self._answer(id))  # type: ignore[misc]
+        return ()
+
+    def _answer(self, request: str) -> Iterable[Text]:
+        if self.calls.pop(request, None) is None:
+            return []
+        return [Text(step=1, pieces=[Piece(id=request, text="ok")])]
+
+    def cancel(self, requests: Collection[str]) -> None:
+        for request in requests:
+            self.calls.pop(request, None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from pathlib import Path
 
@@ -9,9 +10,17 @@ import msgspec
 import pytest
 
 from flowinfer.engine.layout import KVLayout
-from flowinfer.errors import ModelError, StageError
+from flowinfer.errors import FlowInferError, ModelError, StageError
 from flowinfer.graph.plan import Plan, StagePlan, WorkerPlan
-from flowinfer.runtime.arenas import make_arenas, map_arena, model_layouts, private_arena
+from flowinfer.runtime.arenas import (
+    SPARE_INSTANCES,
+    give_spare_back,
+    make_arenas,
+    map_arena,
+    model_layouts,
+    private_arena,
+    take_spare,
+)
 from flowinfer.runtime.boot import ArenaRange, Boot, Report
 from flowinfer.runtime.child import FIRST_BACKOFF_S, HEALTHY_S, LAST_BACKOFF_S, Child
 from flowinfer.runtime.supervisor import Supervisor
@@ -35,7 +44,7 @@ def test_instances_of_one_layout_own_ranges_that_do_not_overlap() -> None:
     spans = {name: (share.first_block, share.end_block) for name, (share,) in ranges.items()}
     assert spans == {"prefill.0": (0, 4), "prefill.1": (4, 8), "decode.0": (8, 16)}
     assert {(share.fd, share.num_blocks, share.shared) for (share,) in ranges.values()} == {
-        (ranges["decode.0"][0].fd, 16, True)
+        (ranges["decode.0"][0].fd, 16 + SPARE_INSTANCES * 8, True)
     }
     os.close(ranges["decode.0"][0].fd)
 
@@ -46,7 +55,10 @@ def test_what_one_maps_another_sees() -> None:
     writer, reader = map_arena(one), map_arena(other)
     at = writer.first_block * LAYOUT.block_bytes
     writer.buffer[at : at + 4] = b"kvkv"
-    assert bytes(reader.buffer[at : at + 4]) == b"kvkv" and len(reader.buffer) == 4 * LAYOUT.block_bytes
+    assert (
+        bytes(reader.buffer[at : at + 4]) == b"kvkv"
+        and len(reader.buffer) == (4 + SPARE_INSTANCES * 2) * LAYOUT.block_bytes
+    )
     os.close(one.fd)
 
 
@@ -56,11 +68,24 @@ def test_layouts_and_devices_have_memory_of_their_own() -> None:
     ranges = make_arenas(plan, {"a": [LAYOUT, other], "b": [LAYOUT], "gpu": [LAYOUT]})
     assert "gpu.0" not in ranges
     assert [(share.layout.model, share.num_blocks, share.shared) for share in ranges["a.0"]] == [
-        ("m", 6, True),
-        ("n", 2, False),
+        ("m", 6 + SPARE_INSTANCES * 4, True),
+        ("n", 2 + SPARE_INSTANCES * 2, False),
     ]
     for fd in {share.fd for shares in ranges.values() for share in shares}:
         os.close(fd)
+
+
+def test_an_instance_that_comes_later_takes_a_spare_range_and_gives_it_back() -> None:
+    ranges = make_arenas(plan_of(a=worker("a", 4), b=worker("b", 2)), {"a": [LAYOUT], "b": [LAYOUT]})
+    for number in range(1, SPARE_INSTANCES + 1):
+        take_spare(ranges, f"a.{number}")
+    spans = sorted((share.first_block, share.end_block) for (share,) in ranges.values())
+    assert all(one[1] <= other[0] for one, other in itertools.pairwise(spans))
+    with pytest.raises(FlowInferError, match="no more"):
+        take_spare(ranges, "a.9")
+    give_spare_back(ranges, "a.2")
+    take_spare(ranges, "a.9")
+    os.close(ranges["a.0"][0].fd)
 
 
 def test_a_private_arena_fits_the_size() -> None:
@@ -87,7 +112,9 @@ def test_boot_data_survives_json() -> None:
         supervisor_control="c",
         life_fd=3,
         report_fd=4,
-        arenas=(ArenaRange(layout=LAYOUT, fd=5, num_blocks=2, first_block=0, end_block=2, quarantined={"r": ("b.0", (1,))}),),
+        arenas=(
+            ArenaRange(layout=LAYOUT, fd=5, num_blocks=2, first_block=0, end_block=2, quarantined={"r": ("b.0", (1,))}),
+        ),
     )
     assert msgspec.json.decode(msgspec.json.encode(boot), type=Boot) == boot
 

@@ -1,0 +1,328 @@
+"""Changes a running service by the supervisor's hand: prepare, verify, switch, drain, probation, retire.
+
+Until the switch nothing that runs is touched, so whatever fails before leaves the service as it was. From the switch on
+a failure leads back to the plan before, as a change of its own. A change that doesn't fit beside what runs pauses the
+service (rewire/restart.py). Every step is in the journal before the next one begins.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Iterable
+from typing import TYPE_CHECKING, TypeVar
+
+import msgspec
+
+from flowinfer.errors import FlowInferError
+from flowinfer.graph.diff import Diff, compare, settled
+from flowinfer.graph.plan import API, Plan
+from flowinfer.message import Event
+from flowinfer.runtime.child import Child
+from flowinfer.runtime.events import (
+    Abandon,
+    Drained,
+    Hurry,
+    Prepare,
+    Prepared,
+    Retire,
+    Stop,
+    Switch,
+    Switched,
+    Trouble,
+)
+from flowinfer.runtime.rewire.journal import Journal
+from flowinfer.runtime.rewire.protocol import Source
+from flowinfer.runtime.rewire.restart import restart
+
+if TYPE_CHECKING:
+    from flowinfer.runtime.supervisor import Supervisor
+
+PREPARE_S = 1_800.0  # for new stages to open, which may load a model
+SWITCH_S = 60.0  # a worker may be in a long step
+ABORT_S = 10.0  # from the deadline of a drain until what is left is cut off
+Tell = Callable[[str], None]
+T = TypeVar("T", bound=Event)
+
+
+class Refused(FlowInferError):
+    """A change that isn't made; the service goes on as it was."""
+
+
+class Reverted(FlowInferError):
+    """A change that was made and taken back."""
+
+
+class Controller:
+    """Changes of one service, one at a time. `past`: the plans before, newest last, for `rollback`."""
+
+    def __init__(self, supervisor: Supervisor, source: Source, journal: Journal) -> None:
+        self.supervisor, self.source, self.journal = supervisor, source, journal
+        self.past: list[tuple[Plan, Source]] = []
+        self._probation_s = self._drain_s = 0.0
+        self._number = 0
+        self._news: list[tuple[str, int, Event]] = []  # instance, generation, what it said
+        self._busy = False
+        self._tell: Tell = lambda line: None
+
+    # -- what the supervisor hands on ----------------------------------------------------------------------------------
+
+    def note(self, child: Child, event: Event) -> None:
+        """A worker's answer to a step of a change."""
+        self._news.append((child.name, child.generation, event))
+
+    @property
+    def busy(self) -> bool:
+        return self._busy
+
+    # -- what people ask -----------------------------------------------------------------------------------------------
+
+    def plan(self, new: Plan) -> Diff:
+        """What this plan would change. Raises FlowInferError when a stage can't be found."""
+        return compare(self.supervisor.plan, new, self.supervisor.load)
+
+    def rollback(self, tell: Tell, *, drain_s: float | None = None, probation_s: float = 2.0) -> None:
+        """Back to the plan before the last change. Raises Refused when there is none."""
+        if not self.past:
+            raise Refused("There is no change to take back.")
+        plan, source = self.past[-1]
+        self.apply(plan, source, tell, note="rollback", drain_s=drain_s, probation_s=probation_s)
+        del self.past[-2:]  # the plan that was left, and the one that is back
+
+    def apply(
+        self,
+        new: Plan,
+        source: Source,
+        tell: Tell,
+        *,
+        renew: Collection[str] = (),
+        note: str = "",
+        drain_s: float | None = None,
+        probation_s: float = 2.0,
+    ) -> None:
+        """Makes the service run `new`. Raises Refused with nothing changed, or Reverted once it's back."""
+        if self._busy:
+            raise Refused("Another change is under way.", help="Wait for it: flowinfer history.")
+        self._busy, self._tell = True, tell
+        self._probation_s = probation_s
+        self._drain_s = self.supervisor.plan.serve.drain_timeout_s if drain_s is None else drain_s
+        try:
+            self._apply(new, source, renew, note)
+        finally:
+            self._busy = False
+
+    def _apply(self, new: Plan, source: Source, renew: Collection[str], note: str) -> None:
+        old, diff = self.supervisor.plan, self.plan(new)
+        self._number += 1
+        self._news.clear()
+        self._step("begin", note or f"{len(diff.changes)} changes, {diff.kind}")
+        try:
+            self._refuse(diff, renew)
+            target = msgspec.structs.replace(settled(old, new), epoch=old.epoch + 1)
+            if diff.kind == "cold":
+                restart(self, target)
+            else:
+                self._beside(old, target, diff, renew)
+        except Reverted as error:
+            self._step("failed", error.message)
+            raise
+        except FlowInferError as error:
+            self._step("refused", error.message)
+            raise
+        self.past.append((old, self.source))
+        self.source = source
+        self._step("done", f"epoch {self.supervisor.plan.epoch}")
+
+    def _refuse(self, diff: Diff, renew: Collection[str]) -> None:
+        for change in diff.changes:
+            if change.kind == "refused":
+                raise Refused(f"{change.path}: {change.how}.")
+        if not diff.changes and not renew:
+            raise Refused("Nothing differs from what runs.")
+        for name in renew:
+            if name not in self.supervisor.plan.stages or name == API:
+                raise Refused(f"There is no stage {name!r} to build anew.")
+
+    # -- beside what runs ----------------------------------------------------------------------------------------------
+
+    def _beside(self, old: Plan, new: Plan, diff: Diff, renew: Collection[str]) -> None:
+        supervisor, replaced = self.supervisor, diff.workers() | self._workers_of(renew, diff)
+        leaving = supervisor.leavers(new, replaced)
+        staying = [child for child in supervisor.children.values() if child.name not in leaving]
+        born = supervisor.give_birth(new, leaving)
+        try:
+            self._prepare(old, new, leaving, born, [name for name in renew if new.stages[name].worker not in replaced])
+            self._step("verify", f"{len(staying)} workers and {len(born)} new ones are ready for epoch {new.epoch}")
+        except FlowInferError:
+            supervisor.tell_all(Abandon(number=self._number))
+            supervisor.end(born)
+            raise
+        try:
+            self._switch(new, leaving, born)
+            self._drain(leaving)
+            self._probation()
+        except Reverted as error:
+            self._revert(old, error)
+        self._retire(leaving)
+
+    def _workers_of(self, renew: Iterable[str], diff: Diff) -> frozenset[str]:
+        """Workers that are replaced for the sake of stages that can't be built beside themselves."""
+        plan, found = self.supervisor.plan, set()
+        for name in renew:
+            how = compare_renewed(plan, name, self.supervisor)
+            if how:
+                found.add(plan.stages[name].worker)
+        return frozenset(found)
+
+    def _prepare(self, old: Plan, new: Plan, leaving: Collection[str], born: list[Child], renew: Iterable[str]) -> None:
+        supervisor = self.supervisor
+        self._step("prepare", ", ".join(child.name for child in born) or "inside the workers")
+        asked = {child.name: child.generation for child in supervisor.children.values() if child.state == "ready"}
+        missing = [c.name for c in supervisor.children.values() if c.name not in asked and c not in born]
+        if missing:
+            raise Refused(f"Worker {missing[0]} isn't ready.", help="Try again when it's back.")
+        for name in asked:
+            plan = _unchanged(old, new, supervisor.children[name].worker) if name in leaving else new
+            event = Prepare(number=self._number, plan=msgspec.json.encode(plan), renew=tuple(renew))
+            supervisor.channel.send_event(name, event)
+        if not self._waited(lambda: self._prepared(asked, born), PREPARE_S):
+            raise Refused(f"The workers weren't ready within {PREPARE_S:g} s.")
+
+    def _prepared(self, asked: dict[str, int], born: list[Child]) -> bool:
+        for name, generation in asked.items():
+            child = self.supervisor.children.get(name)
+            if child is None or child.generation != generation or child.state != "ready":
+                raise Refused(f"Worker {name} died meanwhile.")
+        for child in born:
+            if child.failed is not None:
+                raise Refused(child.failed.error, help=child.failed.help)
+        for error in (answer.error for answer in self._answers(Prepared).values() if answer.error):
+            raise Refused(error)
+        return self._answers(Prepared).keys() >= asked.keys() and all(child.state == "ready" for child in born)
+
+    def _switch(self, new: Plan, leaving: Collection[str], born: list[Child]) -> None:
+        supervisor = self.supervisor
+        self._step("switch", f"new requests go by epoch {new.epoch}")
+        asked = {c.name: c.generation for c in supervisor.children.values() if c.state == "ready" and c not in born}
+        supervisor.take_plan(new, leaving)
+        for name in asked:
+            supervisor.channel.send_event(name, Switch(number=self._number, leaving=tuple(leaving)))
+        supervisor.channel.raise_epoch(new.epoch)
+        supervisor.introduce(born)
+        if not self._waited(lambda: self._switched(asked), SWITCH_S):
+            raise Reverted(f"not every worker switched within {SWITCH_S:g} s")
+
+    def _switched(self, asked: dict[str, int]) -> bool:
+        self._look_for_trouble()
+        for error in (answer.error for answer in self._answers(Switched).values() if answer.error):
+            raise Reverted(error)
+        return all(self._has(Switched, name, generation) for name, generation in asked.items())
+
+    def _drain(self, leaving: Collection[str]) -> None:
+        supervisor, limit = self.supervisor, self._drain_s
+        asked = {name: generation for (name, generation), _ in self._said(Switched)}
+        self._step("drain", f"finish: what is open has {limit:g} s to end")
+        if not self._waited(lambda: self._is_drained(asked, leaving), limit):
+            self._step("drain", "abort: the deadline is over")
+            supervisor.tell_all(Hurry(number=self._number))
+            self._waited(lambda: self._is_drained(asked, leaving), ABORT_S)
+        aborted = sum(answer.aborted for answer in self._answers(Drained).values())
+        self._step("drain", f"over, {aborted} requests were aborted" if aborted else "over, every request has ended")
+
+    def _is_drained(self, asked: dict[str, int], leaving: Collection[str]) -> bool:
+        self._look_for_trouble()
+        if not all(self._has(Drained, name, generation) for name, generation in asked.items() if name not in leaving):
+            return False
+        return all(self._has(Drained, name, asked[name]) for name in leaving if name in asked)
+
+    def _probation(self) -> None:
+        self._step("probation", f"for {self._probation_s:g} s")
+        self._waited(self._look_for_trouble, self._probation_s)
+
+    def _retire(self, leaving: Collection[str]) -> None:
+        self._step("retire", ", ".join(leaving) or "the old stages are closed")
+        supervisor = self.supervisor
+        for name in leaving:
+            supervisor.channel.send_event(name, Stop())
+        children = [supervisor.children[name] for name in leaving if name in supervisor.children]
+        self._waited(lambda: not any(child.alive for child in children), ABORT_S)
+        supervisor.end(children)
+        supervisor.tell_all(Retire(number=self._number))
+
+    def _revert(self, old: Plan, error: Reverted) -> None:
+        """Back to the old plan by the same steps, as an epoch of its own."""
+        self._step("rollback", error.message)
+        supervisor = self.supervisor
+        bad, back = supervisor.plan, msgspec.structs.replace(old, epoch=supervisor.plan.epoch + 1)
+        self._number += 1
+        self._news.clear()
+        replaced = compare(bad, back, supervisor.load).workers()
+        leaving = supervisor.leavers(back, replaced)
+        born = supervisor.give_birth(back, leaving)
+        try:
+            self._prepare(bad, back, leaving, born, ())
+            self._switch(back, leaving, born)
+            self._drain(leaving)
+            self._retire(leaving)
+        except FlowInferError as again:
+            self._step("rollback", f"not in place ({again.message}): all workers are started anew")
+            restart(self, back)
+        raise Reverted(f"Taken back: {error.message}", help="The service runs as before.")
+
+    # -- waiting for workers -------------------------------------------------------------------------------------------
+
+    def _waited(self, claim: Callable[[], bool], limit_s: float) -> bool:
+        """Keeps the service going until the claim holds; False when the time is over."""
+        deadline = time.monotonic() + limit_s
+        while not claim():
+            left = deadline - time.monotonic()
+            if left <= 0:
+                return False
+            if self.supervisor.is_stopping:
+                raise Refused("The service is being stopped.")
+            self.supervisor.pump(min(0.1, left))
+        return True
+
+    def _look_for_trouble(self) -> bool:
+        for _, event in self._said(Trouble):
+            raise Reverted(f"stage {event.stage!r} broke: {event.error}")
+        return False
+
+    def _said(self, kind: type[T]) -> list[tuple[tuple[str, int], T]]:
+        found = [((name, generation), event) for name, generation, event in self._news if isinstance(event, kind)]
+        return [pair for pair in found if getattr(pair[1], "number", self._number) == self._number]
+
+    def _answers(self, kind: type[T]) -> dict[str, T]:
+        return {name: event for (name, _), event in self._said(kind)}
+
+    def _has(self, kind: type[Event], name: str, generation: int) -> bool:
+        """True when this instance said so, or is gone: its successor starts with the new plan."""
+        child = self.supervisor.children.get(name)
+        if child is None or child.generation != generation or child.state == "down":
+            return True
+        return any(who == (name, generation) for who, _ in self._said(kind))
+
+    def _step(self, step: str, text: str = "") -> None:
+        self.journal.write(self._number, self.supervisor.plan.epoch, step, text)
+        self._tell(f"{step:<10} {text}")
+
+    def step(self, step: str, text: str = "") -> None:
+        """Writes a step into the journal and tells it."""
+        self._step(step, text)
+
+
+def compare_renewed(plan: Plan, name: str, supervisor: Supervisor) -> str:
+    """Why this stage can't be built beside itself in its worker, "" if it can."""
+    stage = plan.stages[name]
+    other = msgspec.structs.replace(stage, kind=f"{stage.kind} ")
+    changed = msgspec.structs.replace(plan, stages=plan.stages | {name: other})
+    diff = compare(plan, changed, lambda found: supervisor.load(plan.stages[found.name]))
+    (change,) = diff.changes
+    if change.kind == "cold":
+        raise Refused(f"Stage {name!r} can't be built anew while the service runs: {change.how}.")
+    return "" if change.stages else change.how
+
+
+def _unchanged(old: Plan, new: Plan, worker: str) -> Plan:
+    """The new plan for a worker that leaves: its own stages stay as they are."""
+    stages = new.stages | {name: old.stages[name] for name in old.workers[worker].stages}
+    return msgspec.structs.replace(new, stages=stages, workers=new.workers | {worker: old.workers[worker]})

@@ -1,0 +1,182 @@
+"""A worker's part in a change of the running service: prepares, switches, drains and reports to the supervisor."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from flowinfer.errors import FlowInferError, RequestError
+from flowinfer.graph.plan import EdgePlan, Plan
+from flowinfer.message import Event
+from flowinfer.runtime.events import (
+    SUPERVISOR,
+    Abandon,
+    Drained,
+    Hurry,
+    Prepare,
+    Prepared,
+    Regrant,
+    Retire,
+    Switch,
+    Switched,
+)
+from flowinfer.runtime.rewire.graft import Graft, Layer
+
+if TYPE_CHECKING:
+    from flowinfer.runtime.worker import Worker
+
+CHECK_S = 0.02  # between two looks at what still drains
+
+
+class Member:
+    """Answers the supervisor's change events for one worker. One change at a time."""
+
+    def __init__(self, worker: Worker) -> None:
+        self.worker = worker
+        self.on_probation = False
+        self._graft: Graft | None = None
+        self._number = 0
+        self._leaving: set[str] = set()
+        self._layer: Layer | None = None
+        self._waits = False
+        self._aborted = 0
+
+    def handle(self, event: Event) -> None:
+        match event:
+            case Prepare():
+                self._prepare(event)
+            case Switch():
+                self._switch(event)
+            case Abandon(number=number) if number == self._number:
+                self._abandon()
+            case Hurry(number=number) if number == self._number:
+                self._hurry()
+            case Retire(number=number) if number == self._number:
+                self._retire()
+
+    # -- prepare -------------------------------------------------------------------------------------------------------
+
+    def _prepare(self, event: Prepare) -> None:
+        self._abandon()
+        self._number = event.number
+        worker = self.worker
+        try:
+            plan = msgspec.json.decode(event.plan, type=Plan)
+            own = plan.workers[worker.worker].stages
+            graft = Graft(worker, plan, own, event.renew)
+            graft.build()
+        except Exception as error:  # whatever is wrong with it, what runs goes on
+            self._say(Prepared(number=event.number, error=_describe(error)))
+            return
+        if not graft.made:
+            self._opened(graft, event.number, None)
+        else:
+            worker.submit(None, graft.open, lambda result: self._opened(graft, event.number, result))
+
+    def _opened(self, graft: Graft, number: int, result: BaseException | None) -> None:
+        if isinstance(result, BaseException):
+            self._say(Prepared(number=number, error=_describe(result)))
+        elif number != self._number:
+            graft.discard()  # it was abandoned meanwhile
+        else:
+            self._graft = graft
+            self._say(Prepared(number=number))
+
+    def _abandon(self) -> None:
+        if self._graft is not None:
+            self._graft.discard()
+        self._graft, self._number = None, 0
+
+    # -- switch and drain ----------------------------------------------------------------------------------------------
+
+    def _switch(self, event: Switch) -> None:
+        graft, self._graft = self._graft, None
+        if graft is None or event.number != self._number:
+            self._say(Switched(number=event.number, error=f"worker {self.worker.name} has nothing prepared"))
+            return
+        before, plan = self.worker.plan, graft.plan
+        try:
+            self._layer = graft.switch()
+        except Exception as error:
+            graft.discard()
+            self._say(Switched(number=event.number, error=_describe(error)))
+            return
+        self.on_probation = True
+        self.worker.channel.raise_epoch(plan.epoch)
+        self._resize(before, plan)
+        self._leaving = set(event.leaving)
+        for outbox in self.worker.outputs.values():
+            for name in self._leaving:
+                outbox.leave(name)
+        self._aborted = 0
+        self._say(Switched(number=event.number))
+        self._watch()
+
+    def _watch(self) -> None:
+        """Reports once nothing old is left, and looks again until then."""
+        self.worker.drain_layers()
+        if self._is_drained():
+            self._say(Drained(number=self._number, aborted=self._aborted))
+        elif not self._waits:
+            self._waits = True
+            self.worker.call_at(None, self.worker.clock.now() + CHECK_S, self._look_again)
+
+    def _look_again(self) -> None:
+        self._waits = False
+        self._watch()
+
+    def _is_drained(self) -> bool:
+        if self.worker.layers:
+            return False
+        if self.worker.name in self._leaving:
+            return not self.worker.open_requests and not any(box.waiting for box in self.worker.outputs.values())
+        return not any(box.owes(name) for box in self.worker.outputs.values() for name in self._leaving)
+
+    def _hurry(self) -> None:
+        """Fails what is left of the old requests here."""
+        worker = self.worker
+        left = {request for layer in worker.layers for request in layer.ids if request in worker.open_requests}
+        if worker.name in self._leaving:
+            left |= set(worker.open_requests)
+        self._aborted += len(left)
+        for request in left:
+            message = "The service was changed, and this request took longer than the change could wait."
+            worker.fail("", request, RequestError(503, message, code="rewired", retry_after_s=1.0))
+
+    def _retire(self) -> None:
+        self.on_probation = False
+        self._leaving = set()
+
+    # -- credit --------------------------------------------------------------------------------------------------------
+
+    def _resize(self, before: Plan, plan: Plan) -> None:
+        """Credit and queues as the new plan's edges and replicas say."""
+        edges = {edge.name: edge for edge in plan.edges}
+        for name, (edge, inbox, held) in list(self.worker.inputs.items()):
+            now = edges[name]
+            self.worker.inputs[name] = (now, inbox, held)
+            self._regrant(name, edge, now, before, plan)
+
+    def _regrant(self, name: str, edge: EdgePlan, now: EdgePlan, before: Plan, plan: Plan) -> None:
+        worker = self.worker
+        producers_before = before.workers[before.stages[edge.source].worker].replicas
+        producers = plan.workers[plan.stages[now.source].worker].replicas
+        share = worker.grants.share_of(name)
+        if now.unit == "blocks":  # of which the stage offered as many as it has
+            wanted = max(1, share * producers_before // producers)
+        elif (now.capacity, producers) != (edge.capacity, producers_before):
+            wanted = max(1, now.capacity // producers)
+        else:
+            return
+        worker.grants.share(name, wanted)
+        for peer in worker.producers_of(now) if wanted != share else ():
+            for lane in now.lanes:
+                worker.channel.send_event(peer, Regrant(edge=name, lane=lane, amount=wanted - share))
+
+    def _say(self, event: Event) -> None:
+        self.worker.channel.send_event(SUPERVISOR, event)
+
+
+def _describe(error: BaseException) -> str:
+    return str(error) if isinstance(error, FlowInferError) else f"{type(error).__name__}: {error}"
