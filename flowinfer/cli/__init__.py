@@ -24,6 +24,8 @@ COMMANDS = {
     "run": Entry("flowinfer.cli.run:run", "Start the service of a pipeline file."),
     "chat": Entry("flowinfer.cli.chat:chat", "Chat with a model in the terminal."),
     "batch": Entry("flowinfer.cli.batch:batch", "Answer a file of requests offline."),
+    "record": Entry("flowinfer.cli.record:record", "Record every message of some requests."),
+    "replay": Entry("flowinfer.cli.record:replay", "Put a recording through a part of the graph again."),
     "top": Entry("flowinfer.cli.top:top", "Watch a running service: edges, stages, workers."),
     "new": Entry("flowinfer.cli.new:new", "Write the files of a new stage."),
     "compare": Entry("flowinfer.cli.compare:compare", "Tell which of two graphs is better, and by how much."),
@@ -36,6 +38,7 @@ COMMANDS = {
     "schema": Entry("flowinfer.cli.spec:schema", "Print the JSON Schema of pipeline files, for editors."),
     "explain": Entry("flowinfer.cli.spec:explain", "Explain an error code such as FI309."),
     "models": Entry("flowinfer.cli.models:models", "Get, list and inspect models."),
+    "bench": Entry("flowinfer.cli.bench:bench", "Measure parts of the service by themselves."),
     "dashboards": Entry("flowinfer.cli.dashboards:dashboards", "Build and push the Grafana dashboards."),
 }
 

@@ -33,7 +33,7 @@ class KVPool:
         self.first, self.end, self.cached_limit = first, end, cached_limit
         self._free: deque[int] = deque(range(first, end))
         self._refs: dict[int, int] = {}
-        self._cached: Eviction = eviction or LRU()  # names of cached blocks that nobody holds
+        self._cached: Eviction = LRU() if eviction is None else eviction  # names of cached blocks that nobody holds
         self._name: dict[int, bytes] = {}
         self._named: dict[bytes, int] = {}
         self._on_stored, self._on_removed = on_stored, on_removed
@@ -119,6 +119,11 @@ class KVPool:
         del self._name[block]
         self._free.append(block)
         return True
+
+    def hold(self, blocks: Iterable[int]) -> None:
+        """One more hold on blocks that are held already; `release` gives it back."""
+        for block in blocks:
+            self._refs[block] += 1
 
     def release(self, blocks: Iterable[int]) -> None:
         """Gives back one hold on each block; they follow each other in one sequence, its head first."""

@@ -60,7 +60,8 @@ class Trace:
 
 def read_trace(path: str | Path, block_tokens: int = 512) -> Trace:
     """The trace of a file. Raises FlowInferError naming the line that isn't a request."""
-    path, names, requests = Path(path), {}, []
+    path, requests = Path(path), []
+    names: dict[int, bytes] = {}
     decoder = msgspec.json.Decoder(_Row)
     for number, line in enumerate(_lines(path), start=1):
         try:

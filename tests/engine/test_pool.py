@@ -7,6 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+from flowinfer.cache.policies.density import HitDensity
+from flowinfer.cache.policies.eviction import LRU
 from flowinfer.engine.pool import KVPool
 
 
@@ -50,6 +52,18 @@ def test_least_recently_used_sequence_goes_first() -> None:
     assert (pool.num_matching([b"old"]), pool.num_matching([b"new"])) == (0, 1)
 
 
+def test_a_block_computed_again_takes_the_place_of_the_cached_one_that_lost_its_head() -> None:
+    pool = make_pool(4)
+    old = pool.allocate(2) or []
+    pool.commit([(old[1], b"tail")])
+    pool.release(old)
+    new = pool.allocate(2) or []
+    pool.commit(zip(new, [b"head", b"tail"], strict=True))
+    assert pool.num_free == 2
+    pool.release(new)
+    assert pool.acquire([b"head", b"tail"]) == new
+
+
 def test_cache_off_names_nothing() -> None:
     pool = make_pool(4, cached_limit=0)
     blocks = pool.allocate(1) or []
@@ -79,11 +93,16 @@ def test_quarantined_blocks_come_back_on_release(count: int) -> None:
 class PoolMachine(RuleBasedStateMachine):
     """Random allocation, naming, sharing and release over a tiny pool, against what the events say is cached."""
 
-    @initialize(limit=st.integers(0, 6))
-    def start(self, limit: int) -> None:
+    @initialize(limit=st.integers(0, 6), learns=st.booleans())
+    def start(self, limit: int, learns: bool) -> None:
         self.cached: set[bytes] = set()
         self.pool = KVPool(
-            0, 6, cached_limit=limit, on_stored=self.cached.update, on_removed=self.cached.difference_update
+            0,
+            6,
+            cached_limit=limit,
+            on_stored=self.cached.update,
+            on_removed=self.cached.difference_update,
+            eviction=HitDensity(6) if learns else LRU(),
         )
         self.holds: list[list[int]] = []
         self.serial = 0

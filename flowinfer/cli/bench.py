@@ -1,0 +1,85 @@
+"""`flowinfer bench`: measures parts of the service by themselves. What is printed here decides nothing elsewhere."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from flowinfer.units import format_duration, parse_duration
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from flowinfer.sim.cache_bench import Outcome
+
+
+@click.group()
+def bench() -> None:
+    """Measure parts of the service by themselves."""
+
+
+def _sizes(ctx: click.Context, param: click.Parameter, text: str) -> list[float]:
+    try:
+        return [float(part[:-1]) / 100 if part.endswith("%") else float(int(part)) for part in text.split(",")]
+    except ValueError as error:
+        raise click.BadParameter(f"{text!r} must be shares or blocks, as in 1%,10%,5000.") from error
+
+
+def _expiry(ctx: click.Context, param: click.Parameter, text: str) -> float:
+    try:
+        return parse_duration(text)
+    except ValueError as error:
+        raise click.BadParameter(str(error)) from error
+
+
+@bench.command()
+@click.option("--trace", "file", required=True, type=click.Path(exists=True, dir_okay=False), help="JSON lines.")
+@click.option("--block", default=512, show_default=True, type=click.IntRange(1), help="Tokens of a block.")
+@click.option("--sizes", default="1%,5%,10%,25%", show_default=True, callback=_sizes, help="Blocks or working set.")
+@click.option("--expiry", default="5m", show_default=True, callback=_expiry, help="Time of the sliding expiry.")
+@click.option("--json", "out", type=click.Path(dir_okay=False), help="Write the figures to this file too.")
+def cache(file: str, block: int, sizes: list[float], expiry: float, out: str | None) -> None:
+    """Replay a request trace through the cache at several sizes; needs no model and no accelerator.
+
+    The trace is in Mooncake's format: timestamp (ms), input_length, output_length, hash_ids. A size under the longest
+    prompt is raised to it.
+    """
+    from rich.console import Console
+
+    from flowinfer.sim.cache_bench import compare_evictions, with_expiry, without_limit
+    from flowinfer.sim.trace import read_trace
+
+    trace = read_trace(file, block)
+    outcomes = [without_limit(trace), with_expiry(trace, expiry, f"expiry {format_duration(expiry)}")]
+    outcomes += compare_evictions(trace, sizes)
+    click.echo(
+        f"{trace.name}: {len(trace.requests):,} requests, {trace.num_blocks:,} blocks of {block} tokens, "
+        f"{trace.working_set:,} different"
+    )
+    Console().print(_table(outcomes))
+    if out:
+        figures = {"trace": trace.name, "block_tokens": block, "outcomes": [asdict(outcome) for outcome in outcomes]}
+        Path(out).write_text(json.dumps(figures, indent=1) + "\n")
+
+
+def _table(outcomes: list[Outcome]) -> Table:
+    from rich.table import Table
+
+    table = Table("policy", box=None)
+    for heading in ("size", "of all", "hits", "hit rate", "written", "gap closed"):
+        table.add_column(heading, justify="right")
+    for o in outcomes:
+        table.add_row(
+            o.policy,
+            f"{o.num_blocks:,}" if o.num_blocks else "",
+            f"{o.share:.1%}" if o.share and o.num_blocks else "",
+            f"{o.hits:,}",
+            f"{o.hit_rate:.2%}",
+            f"{o.written:,}" if o.written is not None else "",
+            f"{o.gap_closed:.1%}" if o.gap_closed is not None else "",
+        )
+    return table
