@@ -88,6 +88,9 @@ class FakeContext:
         made: Made = self._shared[key]
         return made
 
+    def settings_of(self, kind: str) -> list[dict[str, Any]]:
+        return []
+
     def arena(self, layout: KVLayout) -> Arena:
         raise FlowInferError("a fake context has no KV memory.", help="Test the stage in a LocalService.")
 

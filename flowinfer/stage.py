@@ -198,6 +198,9 @@ class Context(Protocol):
     def shared(self, key: object, make: Callable[[], Shared]) -> Shared:
         """The object of this key that the stages of this worker share (an engine, say), made on first use."""
 
+    def settings_of(self, kind: str) -> list[dict[str, Any]]:
+        """The settings of the graph's stages of this kind, as JSON values, for what is written once for several."""
+
     def arena(self, layout: KVLayout) -> Arena:
         """The block memory that the plan set aside for this worker and layout."""
 

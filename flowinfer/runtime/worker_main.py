@@ -15,6 +15,7 @@ from pathlib import Path
 
 import msgspec
 
+from flowinfer.cache.tiers import SERVICE
 from flowinfer.channel import Channel, Endpoints
 from flowinfer.codec import schema_digest
 from flowinfer.engine.layout import KVLayout
@@ -55,6 +56,7 @@ def serve(boot: Boot) -> None:
     channel = Channel(boot.name, boot.generation, epoch=boot.plan.epoch, keys=load_keys(boot.plan.network))
     endpoints = bind(channel, boot.plan.network, Path(boot.run_dir))
     channel.connect(SUPERVISOR, 1, Endpoints(boot.supervisor_data, boot.supervisor_control))
+    os.environ[SERVICE] = boot.run_dir
     load = LoadStage(Path(boot.plan.file).parent, boot.plan.allow_local)
     worker = Worker(boot.plan, boot.worker, _host(boot), load, channel, clock=SystemClock())
 

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
-from typing import Any, Literal
+from typing import Literal
 
-from pydantic import model_validator
-
+from flowinfer.cache.tiers import RETENTION, Tiers
 from flowinfer.errors import ModelError, StageError
 from flowinfer.message import (
     BlockRemoved,
@@ -21,21 +20,7 @@ from flowinfer.message import (
     WorkerDown,
 )
 from flowinfer.stage import Contract, ModelUse, Stage, StageConfig, setting
-from flowinfer.units import ByteSize, Duration
-
-
-class Tiers(StageConfig):
-    """Where blocks are kept, from the nearest to the farthest."""
-
-    memory: ByteSize = 2**30
-
-    @model_validator(mode="before")
-    @classmethod
-    def _check_names(cls, tiers: Any) -> Any:
-        unknown = [name for name in tiers if name not in cls.model_fields] if isinstance(tiers, dict) else []
-        if unknown:
-            raise ValueError(f"there is no cache tier {unknown[0]!r}; known tiers: {', '.join(cls.model_fields)}")
-        return tiers
+from flowinfer.units import Duration
 
 
 class CacheLookup(Stage):
@@ -49,12 +34,16 @@ class CacheLookup(Stage):
         tiers.memory is the KV memory of this host, in equal parts of the workers that run a model unless their
         kv_memory says otherwise: what no running request holds of it is cache.
 
+        tiers.disk keeps blocks over restarts; retention says for how long after their last use, by the request's
+        cache_class. 0 stores nothing of that class; `default` is for classes that aren't named.
+
         share_inflight: let prompts wait for a prefix that another one is computing.  wait: for how long at most.
         """
 
         model: str = setting("", change="cold")
         dtype: Literal["auto", "float32", "bfloat16"] = setting("auto", change="cold")
         tiers: Tiers = setting(Tiers(), change="cold")
+        retention: dict[str, Duration] = setting(RETENTION, change="cold")
         share_inflight: bool = setting(True, change="live")
         wait: Duration = setting(30.0, change="live")
 

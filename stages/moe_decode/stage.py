@@ -22,6 +22,7 @@ from flowinfer.units import Duration, TokenCount
 
 if TYPE_CHECKING:
     from flowinfer.engine.batch import Batch
+    from flowinfer.engine.disk_tier import DiskTier
     from flowinfer.engine.engine import Engine
     from flowinfer.engine.grammar import GrammarEngine
 
@@ -59,15 +60,18 @@ class MoeDecode(Stage):
     config: Config
     engine: Engine
     batch: Batch
+    disk: DiskTier | None
 
     def open(self) -> None:
         """Loads the model and makes the batch that spec-verify shares."""
         from flowinfer.engine.batch import Batch
+        from flowinfer.engine.disk_tier import DiskTier
         from flowinfer.engine.engine import Engine, query_starts
         from flowinfer.engine.grammar import Grammars
 
         self.query_starts = query_starts
         self.engine = Engine.of(self.ctx, self.config.model, self.config.dtype)
+        self.disk = DiskTier.of(self.ctx, self.engine)
         model = self.engine.model.config
         self.batch = self.ctx.shared(
             "decode-batch",
@@ -95,6 +99,11 @@ class MoeDecode(Stage):
 
     def reconfigure(self, config: Config) -> None:
         """The budget is read at each step."""
+
+    def close(self) -> None:
+        """Lets the disk tier write what it has."""
+        if self.disk is not None:
+            self.disk.close()
 
     @property
     def busy(self) -> bool:
@@ -307,8 +316,11 @@ class MoeDecode(Stage):
         id, history = self.batch.ids[slot], self.batch.history(slot)
         assert id is not None, "only slots in use finish"
         # The last accepted token hasn't been run yet: its KV is the next step's, which there won't be.
-        self.engine.held[id].num_computed = len(history) - 1
+        held, prompt = self.engine.held[id], self.batch.prompts[slot]
+        held.num_computed = len(history) - 1
         self.engine.release(id, history)
+        if self.disk is not None and prompt is not None:
+            self.disk.keep(held.names[held.num_leased : held.num_committed], prompt.cache_class, prompt.cache_salt)
 
     # -------------------------------------------------------------------------------------------------------- running
 

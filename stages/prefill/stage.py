@@ -8,14 +8,28 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from typing import TYPE_CHECKING, Literal
 
+from flowinfer.cache.tiers import DISK
 from flowinfer.engine.held import KV_EVENTS, Run
 from flowinfer.errors import RequestError
-from flowinfer.message import Event, KVPin, KVPinned, KVUnpin, Message, Prompt, Sequence, WorkerDown
+from flowinfer.message import (
+    Event,
+    KVPin,
+    KVPinned,
+    KVRelease,
+    KVUnpin,
+    Message,
+    Prompt,
+    Sequence,
+    Serving,
+    WorkerDown,
+    WorkerUp,
+)
 from flowinfer.observe import metrics
 from flowinfer.stage import Contract, ModelUse, Stage, StageConfig, setting
 from flowinfer.units import Duration, TokenCount
 
 if TYPE_CHECKING:
+    from flowinfer.engine.disk_tier import DiskTier
     from flowinfer.engine.engine import Engine
     from flowinfer.engine.held import HeldKV
 
@@ -27,7 +41,7 @@ _RETRY_S = (
 class Prefill(Stage):
     """Runs prompts in chunks that fit the step budget, fair over buckets, and hands each over once it is computed."""
 
-    listens = (KVPinned, *KV_EVENTS)
+    listens = (KVPinned, Serving, *KV_EVENTS)
 
     class Config(StageConfig):
         """model: name, folder, GGUF or hub id.  dtype: of weights and KV; auto is the checkpoint's own.
@@ -56,25 +70,34 @@ class Prefill(Stage):
 
     config: Config
     engine: Engine
+    disk: DiskTier | None
 
     def open(self) -> None:
         """Loads the model."""
+        from flowinfer.engine.disk_tier import DiskTier
         from flowinfer.engine.engine import Engine
         from flowinfer.stages.prefill.policy import PrefillScheduler
 
         self.engine = Engine.of(self.ctx, self.config.model, self.config.dtype)
+        self.disk = DiskTier.of(self.ctx, self.engine)
         self.scheduler = PrefillScheduler(token_budget=self.config.token_budget)
         self.waiting: dict[str, Prompt] = {}
         self.since: dict[str, float] = {}
         self.prompts: dict[str, Prompt] = {}
         self.lessee: dict[str, str] = {}
         self.pinning: dict[str, str] = {}  # request -> the worker asked for its cached blocks
+        self.restoring: set[str] = set()  # requests whose blocks are being read from disk
         self.ready: list[str] = []  # computed, but the worker that was to decode them died
         self.blocked = False
 
     def reconfigure(self, config: Config) -> None:
         """Fills the next step by these budgets."""
         self.scheduler.token_budget = config.token_budget
+
+    def close(self) -> None:
+        """Lets the disk tier write what it has."""
+        if self.disk is not None:
+            self.disk.close()
 
     @property
     def busy(self) -> bool:
@@ -98,6 +121,8 @@ class Prefill(Stage):
         if isinstance(event, WorkerDown):
             self._lose_lessee(event.worker)
         self.engine.observe(event, by=self)
+        if self.disk is not None:
+            self._tell_disk(self.disk, event)
         return None
 
     def cancel(self, requests: Collection[str]) -> None:
@@ -163,7 +188,7 @@ class Prefill(Stage):
     def _start(self, prompt: Prompt) -> Iterable[Sequence]:
         self.prompts[prompt.id] = prompt
         held = self.engine.held[prompt.id]
-        if self._pin_elsewhere(prompt, held):
+        if self._pin_elsewhere(prompt, held) or self._restore(prompt, held):
             return
         yield from self._schedule(prompt, held)
 
@@ -181,7 +206,7 @@ class Prefill(Stage):
         if prompt.prefix is None or not self.engine.shares_memory:
             return False
         at, owners = held.num_committed, prompt.prefix.owners
-        if at >= len(owners) or owners[at] == self.ctx.worker:
+        if at >= len(owners) or owners[at] in (self.ctx.worker, DISK):
             return False
         end = next((i for i in range(at, len(owners)) if owners[i] != owners[at]), len(owners))
         self.pinning[prompt.id] = owners[at]
@@ -194,12 +219,47 @@ class Prefill(Stage):
             prompt, held = self.prompts[event.id], self.engine.held[event.id]
             self.engine.copy_pinned(held, event.blocks)
             self.engine.commit(held, prompt.tokens)
-            yield from self._schedule(prompt, held)
+            if not self._restore(prompt, held):
+                yield from self._schedule(prompt, held)
         self.ctx.send(KVUnpin(id=event.id, reader=self.ctx.worker), to=event.owner)
 
     def _give_up_pin(self, request: str) -> Iterable[Sequence]:
         if self.pinning.pop(request, None) is not None:
             yield from self._schedule(self.prompts[request], self.engine.held[request])
+
+    # ---------------------------------------------------------------------------------------------- prefixes on disk
+
+    def _restore(self, prompt: Prompt, held: HeldKV) -> bool:
+        """Asks the disk for the blocks that neither this worker nor another has."""
+        if self.disk is None or not self.disk.restore(prompt, held, lambda num: self._restored(prompt.id, num)):
+            return False
+        self.restoring.add(prompt.id)
+        return True
+
+    def _restored(self, request: str, num_blocks: int) -> Iterable[Sequence]:
+        if request not in self.restoring:
+            return  # cancelled meanwhile
+        self.restoring.remove(request)
+        prompt, held = self.prompts[request], self.engine.held[request]
+        if num_blocks:
+            held.num_computed += num_blocks * self.engine.layout.block_tokens
+            held.cached_tokens = held.num_computed
+            self.engine.commit(held, prompt.tokens)
+        yield from self._schedule(prompt, held)
+
+    def _tell_disk(self, disk: DiskTier, event: Event) -> None:
+        """What decode filled is worth keeping; who has just begun to listen must hear what is there."""
+        if isinstance(event, KVRelease):
+            disk.returned(event.id, [name for _, name in event.commits])
+        elif isinstance(event, Serving):
+            disk.announce()
+        elif isinstance(event, WorkerUp):
+            disk.announce(to=event.worker)
+
+    def _keep(self, disk: DiskTier, prompt: Prompt, held: HeldKV) -> None:
+        disk.keep(held.names[: held.num_committed], prompt.cache_class, prompt.cache_salt)
+        if held.lessee is not None:
+            disk.lent(prompt.id, prompt.cache_class, prompt.cache_salt)
 
     # -------------------------------------------------------------------------------------------- running and lending
 
@@ -223,6 +283,8 @@ class Prefill(Stage):
             self.ready.append(request)
             return
         kv = self.engine.lend(request, lessee)
+        if self.disk is not None:
+            self._keep(self.disk, prompt, self.engine.held[request])
         metrics.counter("prefix_cache_queries_tokens_total").inc(len(prompt.tokens))
         metrics.counter("prefix_cache_hits_tokens_total").inc(kv.cached_tokens)
         self._forget(request, sent=True)
@@ -248,6 +310,7 @@ class Prefill(Stage):
         self.waiting.pop(request, None)
         self.since.pop(request, None)
         self.pinning.pop(request, None)
+        self.restoring.discard(request)
         self.ready = [id for id in self.ready if id != request]
         self.scheduler.remove(request)
         if self.prompts.pop(request, None) is not None and not sent:

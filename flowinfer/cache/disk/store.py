@@ -51,7 +51,8 @@ class StoreSettings:
 class DiskStore:
     """Blocks on disk under 16-byte names. Thread-safe, and safe to open in several processes of one service.
 
-    removed(names, cause) is told of what left the store through this process. Raises FlowInferError from the
+    removed(names, cause) is told of what left the store through this process, fault(cause) of all that went wrong; any
+    thread may call them. Raises FlowInferError from the
     constructor where the path can't be used or another service has it; no other method raises for what a device does.
     """
 
@@ -63,10 +64,11 @@ class DiskStore:
         wall: Callable[[], float] = time.time,
         monotonic: Callable[[], float] = time.monotonic,
         removed: Callable[[Sequence[bytes], str], None] = lambda names, cause: None,
+        fault: Callable[[str], None] = lambda cause: None,
     ) -> None:
         self.settings, self._files = settings, files or Files()
         self.counts: Counter[str] = Counter()
-        self._wall, self._monotonic, self._told = wall, monotonic, removed
+        self._wall, self._monotonic, self._told, self._told_fault = wall, monotonic, removed, fault
         folder = self._prepare(settings.path)
         self._lock = ServiceLock(folder, settings.service)
         try:
@@ -250,6 +252,8 @@ class DiskStore:
 
     def _count(self, what: str, number: int) -> None:
         self.counts[what] += number
+        if what.startswith(("read_", "write_", "dropped_", "sweep")):
+            self._told_fault(what)
 
 
 def open_index(folder: Path) -> DiskIndex:
