@@ -71,6 +71,7 @@ class ServePlan(msgspec.Struct, frozen=True, kw_only=True):
     max_requests: int = 256
     request_timeout_s: float = 600.0
     drain_timeout_s: float = 30.0
+    tls: bool = False  # the front serves HTTPS
 
 
 class NetworkPlan(msgspec.Struct, frozen=True, kw_only=True):

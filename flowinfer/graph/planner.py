@@ -7,6 +7,7 @@ import json
 import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 from flowinfer.errors import SpecError
 from flowinfer.graph.agreement import lanes_of, unit_of
@@ -77,7 +78,27 @@ def _api(graph: Graph) -> StagePlan:
         "max_requests": serve.max_requests,
         "request_timeout": format_duration(serve.request_timeout),
     }
-    return StagePlan(name=API, kind=API, config=config, worker=FRONT)
+    templates = [found for s in graph.stages.values() if (found := getattr(s.config, "template", None))]
+    config |= {"template": templates[0]} if templates else {}
+    return StagePlan(name=API, kind=API, config=config | _guards(graph.document), worker=FRONT)
+
+
+def _guards(document: Document) -> dict[str, Any]:
+    """Settings of the front that most files don't have."""
+    serve = document.sections.serve
+    found = {
+        "keys": dict(serve.keys),
+        "key_requests": serve.key_requests,
+        "key_rate": serve.key_rate,
+        "cors": list(serve.cors),
+        "tls_cert": _file(document, serve.tls.cert, "cert") if serve.tls else "",
+        "tls_key": _file(document, serve.tls.key, "key") if serve.tls else "",
+    }
+    return {name: value for name, value in found.items() if value}
+
+
+def _file(document: Document, path: str, key: str) -> str:
+    return str((document.base(document.value_mark("serve", "tls", key)) / Path(path).expanduser()).resolve())
 
 
 def _edge(graph: Graph, flow: FacetFlow, wire: Wire) -> EdgePlan:
@@ -160,6 +181,7 @@ def _serve(document: Document) -> ServePlan:
         max_requests=serve.max_requests,
         request_timeout_s=serve.request_timeout,
         drain_timeout_s=serve.drain_timeout,
+        tls=serve.tls is not None,
     )
 
 

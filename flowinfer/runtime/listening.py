@@ -27,10 +27,10 @@ def listen(serve: ServePlan) -> socket.socket:
     return listener
 
 
-def address(listener: socket.socket) -> str:
+def address(listener: socket.socket, *, tls: bool = False) -> str:
     """The URL that clients use."""
     host, port = listener.getsockname()[:2]
-    return f"http://{f'[{host}]' if ':' in host else host}:{port}"
+    return f"http{'s' * tls}://{f'[{host}]' if ':' in host else host}:{port}"
 
 
 def _explain(error: OSError, serve: ServePlan) -> FlowInferError:

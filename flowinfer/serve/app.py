@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import re
 import time
 import uuid
 from collections.abc import Awaitable, Callable
+from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
 from starlette.exceptions import HTTPException
@@ -16,6 +18,7 @@ from flowinfer import __version__
 from flowinfer.errors import RequestError
 from flowinfer.message import Piece
 from flowinfer.observe import exposition, metrics
+from flowinfer.serve.access import KEYS_VARIABLE, Access, tenant_salt
 from flowinfer.serve.asgi import Disconnected, Headers, Receive, Scope, Send, header, read_body, respond, respond_error
 from flowinfer.serve.endpoint import Answer
 from flowinfer.serve.mailbox import Mailbox
@@ -24,6 +27,7 @@ from flowinfer.serve.openai.completions import CompletionRequest, completion_job
 from flowinfer.serve.openai.decode import decode
 from flowinfer.serve.openai.encode import encode
 from flowinfer.serve.openai.job import Job, Limits
+from flowinfer.serve.tokens import DetokenizeRequest, TokenizeRequest, Tokens, load_for
 
 if TYPE_CHECKING:
     from flowinfer.serve.gateway import Gateway
@@ -33,6 +37,8 @@ Sink = Callable[[Piece | RequestError], None]
 READER_GRACE_S = 60.0  # for a client to read an answer that ended at the last moment; then it's dropped
 PROBE_TIMEOUT_S = 5.0  # a worker loop that doesn't answer in this time admits nothing either
 _REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,128}")
+_OPEN_PATHS = {"/health", "/ready", "/version", "/metrics"}  # probes and scrapers have no key
+_client: ContextVar[str] = ContextVar("client", default="")  # name of the key that the current request came with
 _log = metrics.counter("http_responses_total")
 
 
@@ -44,6 +50,9 @@ class App:
         self._sink_of = sink_of
         config = gateway.config
         self._limits = Limits(config.models, config.max_requests, config.default_max_tokens, config.tools)
+        limits = {"requests": config.key_requests, "per_minute": config.key_rate}
+        self._access = Access.of(config.keys, os.environ.get(KEYS_VARIABLE, ""), **limits)
+        self._tokens = Tokens(lambda: load_for(config.models, config.template))
         self._started = int(time.time())
         self._router = Router(self._routes(), redirect_slashes=False, default=_unknown_path)
 
@@ -52,7 +61,9 @@ class App:
         scope["request_id"] = request_id(scope)
         headers = [(b"x-request-id", scope["request_id"])]
         counted = _Counted(send)
+        client = ""
         try:
+            client = self._enter(scope)
             await self._router(scope, receive, counted)
         except Disconnected:
             return
@@ -66,7 +77,24 @@ class App:
                 await respond_error(counted, RequestError(500, message, code="internal_error"), headers)
             raise
         finally:
+            self._access.leave(client)
             _log.labels(path=_path_label(scope), status=counted.status).inc()
+
+    def _enter(self, scope: Scope) -> str:
+        """The client behind a request, counted in if it asks for work. Raises RequestError 401, 429."""
+        if scope["path"] in _OPEN_PATHS or not self._access.guarded:
+            return ""
+        client = self._access.client(header(scope, b"authorization"), header(scope, b"x-api-key"))
+        _client.set(client)  # each request runs in a task of its own
+        if scope["method"] != "POST":
+            return ""
+        self._access.enter(client, time.monotonic())
+        return client
+
+    @property
+    def guarded(self) -> bool:
+        """Whether requests need a key."""
+        return self._access.guarded
 
     # ------------------------------------------------------------------------------------------------------ endpoints
 
@@ -76,6 +104,8 @@ class App:
             Route("/ready", _Endpoint(self._ready), methods=["GET"]),
             Route("/version", _Endpoint(self._version), methods=["GET"]),
             Route("/metrics", _Endpoint(self._metrics), methods=["GET"]),
+            Route("/tokenize", _Endpoint(self._tokenize), methods=["POST"]),
+            Route("/detokenize", _Endpoint(self._detokenize), methods=["POST"]),
         ]
         if "openai" in self._gateway.config.apis:
             routes += [
@@ -124,6 +154,14 @@ class App:
     async def _version(self, scope: Scope, receive: Receive, send: Send, headers: Headers) -> None:
         await _json(send, {"version": __version__}, headers)
 
+    async def _tokenize(self, scope: Scope, receive: Receive, send: Send, headers: Headers) -> None:
+        request = decode(TokenizeRequest, await read_body(scope, receive, self._gateway.config.max_body))
+        await _json(send, await self._tokens.tokenize(request), headers)
+
+    async def _detokenize(self, scope: Scope, receive: Receive, send: Send, headers: Headers) -> None:
+        request = decode(DetokenizeRequest, await read_body(scope, receive, self._gateway.config.max_body))
+        await _json(send, await self._tokens.detokenize(request), headers)
+
     async def _metrics(self, scope: Scope, receive: Receive, send: Send, headers: Headers) -> None:
         model = self._limits.models[0] if self._gateway.config.vllm_metrics and self._limits.models else None
         await respond(
@@ -133,6 +171,8 @@ class App:
     # ----------------------------------------------------------------------------------------- the front of an answer
 
     def submit(self, job: Job, mailbox: Mailbox) -> None:
+        for call in job.calls:
+            call.cache_salt = tenant_salt(_client.get(), call.cache_salt)
         self._gateway.submit_group(job.calls, self._sink_of(mailbox))
 
     def cancel(self, job: Job) -> None:

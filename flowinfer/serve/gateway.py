@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import msgspec
-from pydantic import PositiveInt
+from pydantic import Field, PositiveInt
 
 from flowinfer.errors import RequestError
 from flowinfer.graph.plan import Plan
@@ -59,8 +59,15 @@ class GatewayConfig(StageConfig):
     default_max_tokens: TokenCount = setting(
         2**20, change="live"
     )  # of a chat that names none: as much as the context leaves
-    tools: bool = False  # the pipeline's template takes tools
+    tools: bool = False  # a stage can read calls; whether the model's template takes tools, it says itself
     vllm_metrics: bool = True
+    template: str | None = None  # a chat template instead of the model's, for /tokenize
+    keys: dict[str, str] = Field(default={})  # SHA-256 of each client's key
+    key_requests: PositiveInt | None = None
+    key_rate: PositiveInt | None = None  # requests a minute of each key
+    cors: tuple[str, ...] = ()
+    tls_cert: str = ""
+    tls_key: str = ""
 
     @classmethod
     def of(cls, plan: Plan) -> GatewayConfig:
@@ -72,6 +79,7 @@ class GatewayConfig(StageConfig):
             "models": tuple(str(model) for model in models) or (plan.name,),
             "max_requests": serve.max_requests,
             "request_timeout": format_duration(serve.request_timeout_s),
+            "tools": any(stage.config.get("tool_parser", "none") != "none" for stage in plan.stages.values()),
         }
         return cls.model_validate(values)
 

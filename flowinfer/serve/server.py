@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 import logging
 import socket
 import threading
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import uvicorn
 import uvloop
+from starlette.middleware.cors import CORSMiddleware
 
 from flowinfer.errors import RequestError
 from flowinfer.message import Piece
@@ -18,7 +20,7 @@ from flowinfer.serve.app import App
 from flowinfer.serve.mailbox import Mailbox
 
 if TYPE_CHECKING:
-    from flowinfer.serve.gateway import Gateway
+    from flowinfer.serve.gateway import Gateway, GatewayConfig
 
 log = logging.getLogger(__name__)
 Item = Piece | RequestError
@@ -37,7 +39,9 @@ class HttpServer:
         self._outbox: list[tuple[Mailbox, Item]] = []
         self._started = threading.Event()
         self._error: Exception | None = None
-        self._server = _Uvicorn(_config(App(gateway, self.sink)), self._started.set)
+        app = App(gateway, self.sink)
+        self._guarded = app.guarded
+        self._server = _Uvicorn(_config(app, gateway.config), self._started.set)
         self._thread = threading.Thread(target=self._run, name="flowinfer-http", daemon=True)
 
     def start(self) -> None:
@@ -48,6 +52,9 @@ class HttpServer:
             raise TimeoutError(f"The HTTP server didn't start within {START_TIMEOUT_S:g} s.")
         if self._error is not None:
             raise self._error
+        host = self._listener.getsockname()[0]
+        if not (self._guarded or ipaddress.ip_address(host).is_loopback):
+            log.warning("anyone who reaches %s may use this service: set serve.keys, or listen on 127.0.0.1", host)
 
     def stop(self) -> None:
         """Lets responses finish for a few seconds, then closes."""
@@ -95,9 +102,11 @@ class _Uvicorn(uvicorn.Server):
         self._on_started()
 
 
-def _config(app: App) -> uvicorn.Config:
+def _config(app: App, settings: GatewayConfig) -> uvicorn.Config:
     return uvicorn.Config(
-        app,
+        _with_cors(app, settings.cors) if settings.cors else app,
+        ssl_certfile=settings.tls_cert or None,
+        ssl_keyfile=settings.tls_key or None,
         http="httptools",
         ws="none",
         lifespan="off",
@@ -108,6 +117,13 @@ def _config(app: App) -> uvicorn.Config:
         timeout_keep_alive=KEEP_ALIVE_S,
         timeout_graceful_shutdown=int(STOP_TIMEOUT_S),
     )
+
+
+def _with_cors(app: App, origins: tuple[str, ...]) -> CORSMiddleware:
+    """Lets pages of these origins ask; outside of the app, since a browser's preflight has no key."""
+    exposed = ["x-request-id", "retry-after"]
+    allowed = [origin.rstrip("/") for origin in origins]
+    return CORSMiddleware(app, allow_origins=allowed, allow_methods=["*"], allow_headers=["*"], expose_headers=exposed)
 
 
 def _deliver(batch: list[tuple[Mailbox, Item]]) -> None:

@@ -10,6 +10,7 @@ from flowinfer.units import ByteSize, Duration
 
 NAME_PATTERN = r"^[a-z][a-z0-9_-]{0,62}$"
 DEVICE_PATTERN = r"^(auto|cpu|cuda:[0-9]+)$"
+DIGEST_PATTERN = r"^[0-9a-fA-F]{64}$"
 EDGE_PATTERN = r"^\s*[a-z][a-z0-9_-]*(\.[a-z][a-z0-9_]*)?\s*->\s*[a-z][a-z0-9_-]*(\.[a-z][a-z0-9_]*)?\s*$"
 
 
@@ -18,6 +19,7 @@ def _auto(value: object) -> object:
     return 0 if value == "auto" else value
 
 
+Name = Annotated[str, Field(pattern=NAME_PATTERN)]
 AutoSize = Annotated[ByteSize, BeforeValidator(_auto, json_schema_input_type=Literal["auto"] | ByteSize)]
 AutoCount = Annotated[int, BeforeValidator(_auto, json_schema_input_type=Literal["auto"] | int), Field(ge=0, le=1024)]
 
@@ -27,6 +29,15 @@ class Section(BaseModel):
 
     # A check needs some of these, the schema all: each is built on first use, which saves a check 20 ms.
     model_config = ConfigDict(extra="forbid", frozen=True, defer_build=True)
+
+
+class Tls(Section):
+    """Certificate and key for HTTPS."""
+
+    cert: str = Field(min_length=1)
+    """A PEM file with the certificate and its chain."""
+    key: str = Field(min_length=1)
+    """A PEM file with the private key."""
 
 
 class Serve(Section):
@@ -44,6 +55,19 @@ class Serve(Section):
     """A request that takes longer fails with 504."""
     drain_timeout: Duration = 30.0
     """How long a stop waits for open requests."""
+    keys: dict[Name, Annotated[str, Field(pattern=DIGEST_PATTERN)]] = {}
+    """Who may ask: by name, the SHA-256 of the client's API key (printf %s KEY | sha256sum). Nobody named: everybody.
+
+    Each is a tenant, which shares no cached prompt with another. FLOWINFER_API_KEYS adds keys as they are.
+    """
+    key_requests: int | None = Field(default=None, ge=1)
+    """Open requests of each key beyond which new ones get 429."""
+    key_rate: int | None = Field(default=None, ge=1)
+    """Requests a minute of each key beyond which new ones get 429."""
+    cors: tuple[str, ...] = ()
+    """Origins whose web pages may ask, as in https://chat.example.org; "*" for all."""
+    tls: Tls | None = None
+    """Serves HTTPS."""
 
 
 class Worker(Section):
@@ -120,7 +144,6 @@ class Edge(Section):
     """Closes a loop, as from verify back to decode."""
 
 
-Name = Annotated[str, Field(pattern=NAME_PATTERN)]
 EdgeKey = Annotated[str, Field(pattern=EDGE_PATTERN)]
 
 

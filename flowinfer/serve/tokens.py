@@ -1,0 +1,96 @@
+"""/tokenize and /detokenize, in the shapes that vLLM's clients know. Tokenizes as the pipeline does, in a thread."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from flowinfer.engine.hub import resolve
+from flowinfer.errors import FlowInferError, RequestError
+from flowinfer.serve.openai.fields import in_range, invalid
+from flowinfer.stages.recipe_tokenize import policy
+from flowinfer.text.tokenizer import TextTokenizer, load_tokenizer
+
+
+class TokenizeRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """Text, or a chat, to tokenize."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    tools: list[dict[str, Any]] | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
+    return_token_strs: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class DetokenizeRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """Ids to turn into text."""
+
+    model: str | None = None
+    tokens: list[int]
+
+
+class Tokens:
+    """The two endpoints over one tokenizer, which is loaded on first use: most services never need it here."""
+
+    def __init__(self, load: Callable[[], TextTokenizer]) -> None:
+        self._load = load
+        self._lock = asyncio.Lock()
+        self._tokenizer: TextTokenizer | None = None
+
+    async def tokenize(self, request: TokenizeRequest) -> dict[str, Any]:
+        """{count, max_model_len, tokens, token_strs}. Raises RequestError naming the field at fault."""
+        if (request.prompt is None) == (request.messages is None):
+            raise invalid("prompt", "give either prompt or messages.")
+        tokenizer = await self._get()
+        ids = await asyncio.to_thread(_encode, tokenizer, request)
+        strings = [tokenizer.token_bytes(index).decode("utf-8", "replace") for index in ids]
+        return {
+            "count": len(ids),
+            "max_model_len": tokenizer.context_length,
+            "tokens": ids,
+            "token_strs": strings if request.return_token_strs else None,
+        }
+
+    async def detokenize(self, request: DetokenizeRequest) -> dict[str, Any]:
+        """{prompt}: the text, special tokens as they are written. Raises RequestError naming the field at fault."""
+        tokenizer = await self._get()
+        for index in request.tokens:
+            in_range("tokens", index, 0, tokenizer.vocab_size - 1)
+        return {"prompt": b"".join(map(tokenizer.token_bytes, request.tokens)).decode("utf-8", "replace")}
+
+    async def _get(self) -> TextTokenizer:
+        async with self._lock:
+            if self._tokenizer is None:
+                self._tokenizer = await asyncio.to_thread(self._load)
+            return self._tokenizer
+
+
+def _encode(tokenizer: TextTokenizer, request: TokenizeRequest) -> list[int]:
+    if request.messages is not None:
+        messages, args = policy.normalize(request.messages), dict(request.chat_template_kwargs or {})
+        if taken := {"messages", "tools"} & args.keys():
+            raise invalid(f"chat_template_kwargs.{min(taken)}", "is set by the service.")
+        if request.add_generation_prompt is not None:
+            args["add_generation_prompt"] = request.add_generation_prompt
+        return [int(i) for i in tokenizer.encode_segments(tokenizer.render(messages, request.tools, **args))]
+    assert request.prompt is not None, "one of the two is there"
+    if request.add_special_tokens is False:
+        return [int(index) for index in tokenizer.encode_plain(request.prompt)]
+    return [int(index) for index in tokenizer.encode_prompt(request.prompt)]
+
+
+def load_for(models: tuple[str, ...], template: str | None) -> TextTokenizer:
+    """The tokenizer of the service's model. Raises RequestError 404 where it has none that can be read here."""
+    try:
+        tokenizer = load_tokenizer(resolve(models[0] if models else ""))
+        return tokenizer.with_template(Path(template).expanduser().read_text("utf-8")) if template else tokenizer
+    except (FlowInferError, OSError) as error:
+        message = f"No tokenizer is known for {', '.join(models) or 'this service'}."
+        raise RequestError(404, message, code="no_tokenizer") from error
