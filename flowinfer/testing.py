@@ -24,6 +24,7 @@ from flowinfer.message import Piece
 from flowinfer.runtime.local import LocalService
 from flowinfer.runtime.models import fetch_models
 from flowinfer.serve.gateway import GatewayConfig
+from flowinfer.serve.mailbox import joined
 from flowinfer.serve.openai.chat import ChatRequest, chat_job
 from flowinfer.serve.openai.completions import CompletionRequest, completion_job
 from flowinfer.serve.openai.decode import decode
@@ -175,10 +176,7 @@ def _job(case: Case, body: bytes, limits: Limits) -> Job:
 def _joined(answer: list[Piece] | RequestError) -> Piece:
     if isinstance(answer, RequestError):
         raise answer
-    tokens = [token for piece in answer for token in piece.tokens]
-    logprobs = [entry for piece in answer for entry in piece.logprobs]
-    text = "".join(piece.text for piece in answer)
-    return Piece(id=answer[-1].id, text=text, tokens=tokens, logprobs=logprobs, finish=answer[-1].finish)
+    return joined(answer)
 
 
 def _http(url: str, method: str, path: str, body: dict[str, Any] | None) -> tuple[int, dict[str, Any]]:

@@ -83,7 +83,7 @@ class Ledger:
             entry = self._open.get(id)
             if entry is not None and entry.deadline <= now:
                 late.append(id)
-        return late
+        return list(dict.fromkeys(late))  # an id that was closed and opened again has two deadlines here
 
     def next_deadline(self) -> float | None:
         return self._deadlines[0][0] if self._deadlines else None

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterable
+from itertools import groupby
 
 from flowinfer.errors import RequestError
-from flowinfer.message import Piece
+from flowinfer.message import CallPart, Piece
 from flowinfer.serve.asgi import Disconnected
 
 PIECE_BYTES = 512  # of a Piece object beside its text: structs, ids, list slots
@@ -40,7 +42,7 @@ class Mailbox:
             self._error = item
         else:
             self._pieces.append(item)
-            self._size += PIECE_BYTES + len(item.text)
+            self._size += _size_of(item)
             self.num_unfinished -= item.finish is not None
             if self._size > self._join_at:
                 self._join()
@@ -86,10 +88,15 @@ class Mailbox:
         for piece in self._pieces:
             by_id.setdefault(piece.id, []).append(piece)
         self._pieces = [joined(pieces) for pieces in by_id.values()]
-        self._size = sum(PIECE_BYTES + len(piece.text) for piece in self._pieces)
+        self._size = sum(map(_size_of, self._pieces))
         # What is left is the answer itself, which max_tokens bounds. Joined again once it has doubled: each
         # character is then copied some six times at most, however long the reader sleeps.
         self._join_at = max(self._limit, 2 * self._size)
+
+
+def _size_of(piece: Piece) -> int:
+    size = PIECE_BYTES + len(piece.text) + len(piece.reasoning)
+    return size + sum(PIECE_BYTES + len(part.arguments) for part in piece.calls) if piece.calls else size
 
 
 def joined(pieces: list[Piece]) -> Piece:
@@ -100,4 +107,15 @@ def joined(pieces: list[Piece]) -> Piece:
         tokens=[token for piece in pieces for token in piece.tokens],
         logprobs=[entry for piece in pieces for entry in piece.logprobs],
         finish=pieces[-1].finish,
+        reasoning="".join(piece.reasoning for piece in pieces),
+        calls=_joined_calls(part for piece in pieces for part in piece.calls),
     )
+
+
+def _joined_calls(parts: Iterable[CallPart]) -> list[CallPart]:
+    whole: list[CallPart] = []
+    for index, group in groupby(parts, key=lambda part: part.index):
+        first, *rest = group
+        arguments = "".join([first.arguments, *(part.arguments for part in rest)])
+        whole.append(CallPart(index=index, id=first.id, name=first.name, arguments=arguments))
+    return whole

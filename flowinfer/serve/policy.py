@@ -56,5 +56,5 @@ class Admission:
 
 
 def _busy(status: int, message: str, retry_after_s: float) -> RequestError:
-    code = "rate_limit_exceeded" if status == 429 else "service_unavailable"
+    code = "overloaded" if status == 429 else "service_unavailable"
     return RequestError(status, message, code=code, retry_after_s=retry_after_s)

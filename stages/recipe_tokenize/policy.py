@@ -93,6 +93,14 @@ def check_hopeless(min_tokens: int, *, context: int, param: str) -> None:
         raise RequestError(400, message, code="context_length_exceeded", param=param)
 
 
+def check_ids(sampling: Sampling, vocab_size: int) -> None:
+    """Raises RequestError (400) for a setting about a token that the model hasn't got, which would never act."""
+    for param, ids in (("logit_bias", sampling.logit_bias), ("stop_token_ids", sampling.stop_token_ids)):
+        for id in ids:
+            if not 0 <= id < vocab_size:
+                raise _bad(param, f"`{param}` names token id {id}; the model's ids are 0 to {vocab_size - 1}.")
+
+
 def check_length(prompt_tokens: int, *, context: int, limit: int | None, param: str) -> None:
     """Raises RequestError (400) for a prompt that is empty, leaves no room for an answer, or exceeds `limit`."""
     if not prompt_tokens:

@@ -95,6 +95,7 @@ class RecipeTokenize(Stage):
             from flowinfer.engine.grammar.guidance import check
 
             check(call.sampling.grammar)  # here, so that a bad one costs no prefill
+        policy.check_ids(call.sampling, self.tokenizer.vocab_size)
         context = self.tokenizer.context_length
         tokens, form = self._chat(call) if call.messages is not None else (self._plain(call), None)
         param = "prompt" if call.messages is None else "messages"
@@ -113,7 +114,9 @@ class RecipeTokenize(Stage):
     def _chat(self, call: Call) -> tuple[Ids, ReplyFormat | None]:
         segments = self.segments(call)
         self._check_chars(sum(len(segment.text) for segment in segments), "messages")
-        return self.tokenizer.encode_segments(segments), self._habits.format_of(call.tools, segments)
+        # A grammar binds the answer from its first token, so all of it is text.
+        form = None if call.sampling.grammar else self._habits.format_of(call.tools, segments)
+        return self.tokenizer.encode_segments(segments), form
 
     def segments(self, call: Call) -> list[Segment]:
         """A chat in the model's format. Raises RequestError."""

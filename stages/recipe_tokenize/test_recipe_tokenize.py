@@ -110,6 +110,16 @@ def test_ids_of_a_completion_are_checked(stage: RecipeTokenize) -> None:
     assert (error.param, "510" in str(error), "509" in str(error)) == ("prompt", True, True)
 
 
+@pytest.mark.parametrize("field", ["logit_bias", "stop_token_ids"])
+def test_settings_about_tokens_that_the_model_lacks_are_refused(stage: RecipeTokenize, field: str) -> None:
+    def of(id: int) -> Sampling:
+        return Sampling(max_tokens=8, logit_bias={id: 1.0}) if field == "logit_bias" else Sampling(stop_token_ids=(id,))
+
+    prompt_of(stage, call(sampling=of(509)))
+    error = refusal(stage, call(sampling=of(510)))
+    assert (error.param, "510" in str(error), "509" in str(error)) == (field, True, True)
+
+
 def test_the_models_ends_stop_a_sequence_unless_told_otherwise(stage: RecipeTokenize) -> None:
     assert prompt_of(stage, call(sampling=Sampling(stop_token_ids=(9,)))).sampling.stop_token_ids == (9, 2)
     assert prompt_of(stage, call(sampling=Sampling(ignore_eos=True))).sampling.stop_token_ids == ()
@@ -224,7 +234,8 @@ def test_long_text_is_tokenized_in_the_pool(tokenizer: TextTokenizer) -> None:
     assert prompt.tokens.tolist() == prompt_of(stage, call("Paris")).tokens.tolist()
 
 
-def test_a_bug_in_the_pool_still_ends_the_request(stage: RecipeTokenize, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bug_in_the_pool_still_ends_the_request(tokenizer: TextTokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    stage = make(tokenizer, tool_parser="hermes")
     context: Any = stage.ctx
     list(stage.step([call(tools=[{"x": "y" * INLINE_CHARS}])]))
     monkeypatch.setattr(stage.tokenizer, "encode_segments", lambda segments: 1 / 0)

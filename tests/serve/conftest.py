@@ -13,8 +13,9 @@ from typing import Any
 import openai
 import pytest
 
-from flowinfer.message import Call, Event, Finish, Message, Piece, Serving, Text
+from flowinfer.message import Call, Event, Finish, Message, Piece, ReplyFormat, Serving, Text
 from flowinfer.serve.gateway import Gateway, GatewayConfig
+from flowinfer.text.reply import Delta, open_parser
 
 WAIT_S = 10.0
 Auto = Callable[[Call], Iterable[Piece]]
@@ -170,6 +171,38 @@ def echo(call: Call) -> Iterator[Piece]:
         yield Piece(id=call.id, text=word, tokens=[1])
     usage = Finish(reason="stop", prompt_tokens=3, completion_tokens=len(words), cached_tokens=2)
     yield Piece(id=call.id, finish=usage)
+
+
+def scripted(answer: str, form: ReplyFormat, finish: Finish) -> Auto:
+    """A pipeline that says `answer`, four characters a piece, taken apart as detokenize does."""
+
+    def play(call: Call) -> Iterator[Piece]:
+        parser = open_parser(form, call_prefix=call.id)
+        for start in range(0, len(answer) + 1, 4):
+            parser.push(answer[start : start + 4])
+            yield _piece(call.id, parser.delta)
+        parser.finish()
+        yield _piece(call.id, parser.delta)
+        yield Piece(id=call.id, finish=finish)
+
+    return play
+
+
+def _piece(id: str, delta: Delta) -> Piece:
+    text, reasoning, calls = "".join(delta.text), "".join(delta.reasoning), delta.calls
+    delta.clear()
+    return Piece(id=id, text=text, reasoning=reasoning, calls=calls, tokens=[1])
+
+
+@pytest.fixture
+def play() -> Callable[..., Auto]:
+    """play(answer, finish=…, tools=…): a pipeline that says this answer."""
+
+    def make(answer: str, *, finish: Finish | None = None, tools: str = "hermes") -> Auto:
+        end = finish or Finish(reason="stop", prompt_tokens=9, completion_tokens=5, cached_tokens=4, reasoning_tokens=2)
+        return scripted(answer, ReplyFormat(reasoning="think", tools=tools), end)
+
+    return make
 
 
 @pytest.fixture

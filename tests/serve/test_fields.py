@@ -111,7 +111,6 @@ def test_a_wrong_value_is_refused_with_the_name_of_its_field(field: str, value: 
         ("tool_choice", "required"),
         ("functions", [{"name": "f"}]),
         ("function_call", "auto"),
-        ("reasoning_effort", "high"),
         ("modalities", ["audio"]),
         ("audio", {"voice": "x"}),
         ("prediction", {"type": "content", "content": "x"}),
@@ -284,6 +283,54 @@ def test_a_pipeline_with_tools_gets_them() -> None:
     limits = Limits(models=("tiny",), max_requests=64, default_max_tokens=1000, tools=True)
     assert chat(limits, tools=tools).calls[0].tools == tools
     assert chat(limits, tools=tools, tool_choice="none").calls[0].tools is None
+
+
+def test_effort_reaches_the_template() -> None:
+    assert chat(reasoning_effort="high").calls[0].template_args == {"reasoning_effort": "high"}
+    own = chat(reasoning_effort="high", chat_template_kwargs={"enable_thinking": False}).calls[0].template_args
+    assert own == {"reasoning_effort": "high", "enable_thinking": False}
+
+
+TOOL = {"type": "function", "function": {"name": "f"}}
+CALL = {"id": "a", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"tools": [TOOL], "tool_choice": "required"}, "tool_choice"),
+        ({"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice"),
+        ({"tool_choice": "auto"}, "tool_choice"),
+        ({"tools": [{"type": "custom", "custom": {"name": "f"}}]}, "tools[0].type"),
+        ({"tools": [TOOL, {"type": "function", "function": {"name": ""}}]}, "tools[1].function"),
+        ({"tools": [{"type": "function", "function": {"name": "f", "x": 1}}]}, "tools[0].function.x"),
+        ({"tools": [{"type": "function", "function": {"name": "f", "strict": True}}]}, "tools[0].function.strict"),
+        ({"messages": [*USER, {"role": "tool", "content": "x"}]}, "messages[1].tool_call_id"),
+        ({"messages": [{"role": "assistant", "tool_calls": [{**CALL, "id": 3}]}]}, "messages[0].tool_calls[0].id"),
+        ({"messages": [{"role": "assistant", "tool_calls": [{"id": "a", "function": {}}]}]},
+         "messages[0].tool_calls[0].function"),
+    ],
+)  # fmt: skip
+def test_tools_that_cannot_be_honoured_are_refused_by_name(fields: dict[str, Any], param: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        chat(Limits(models=("tiny",), max_requests=64, default_max_tokens=1000, tools=True), **fields)
+    assert (caught.value.status, caught.value.param) == (400, param)
+
+
+def test_results_get_the_name_of_their_tool() -> None:
+    limits = Limits(models=("tiny",), max_requests=64, default_max_tokens=1000, tools=True)
+    history = [*USER, {"role": "assistant", "reasoning": "Hm.", "tool_calls": [CALL]}]
+    (call,) = chat(limits, messages=[*history, {"role": "tool", "tool_call_id": "a", "content": "noon"}]).calls
+    assert call.messages is not None
+    assert call.messages[1] == {"role": "assistant", "content": "", "reasoning_content": "Hm.", "tool_calls": [CALL]}
+    assert call.messages[2] == {"role": "tool", "tool_call_id": "a", "content": "noon", "name": "f"}
+
+
+def test_requests_with_tools_are_agents_unless_they_say_otherwise() -> None:
+    limits = Limits(models=("tiny",), max_requests=64, default_max_tokens=1000, tools=True)
+    assert chat().calls[0].cache_class == "chat"
+    assert chat(limits, tools=[TOOL]).calls[0].cache_class == "agent"
+    assert chat(limits, tools=[TOOL], cache_class="chat").calls[0].cache_class == "chat"
 
 
 def test_prompts_come_in_four_shapes() -> None:

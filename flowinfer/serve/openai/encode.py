@@ -34,6 +34,7 @@ def usage_of(finishes: Iterable[Finish], num_choices: int) -> dict[str, Any]:
         "total_tokens": prompt + completion,
         "prompt_tokens_details": {"cached_tokens": sum(end.cached_tokens for end in prompts)},
         "completion_tokens_details": {
+            "reasoning_tokens": sum(end.reasoning_tokens for end in ends),
             "accepted_prediction_tokens": accepted,
             "rejected_prediction_tokens": sum(end.drafted_tokens for end in ends) - accepted,
         },
