@@ -31,7 +31,11 @@ class Disconnected(Exception):
 
 
 async def read_body(scope: Scope, receive: Receive, limit: int) -> bytes:
-    """The request's body. Raises RequestError 413 beyond `limit` bytes, 408, Disconnected."""
+    """The request's body. Raises RequestError 413 beyond `limit` bytes, 408, 415 (compressed), Disconnected."""
+    coding = header(scope, b"content-encoding").decode("latin-1")
+    if coding.lower() not in ("", "identity"):
+        message = f"The body is encoded as {coding[:20]!r}; send it as plain JSON, without Content-Encoding."
+        raise RequestError(415, message, code="unsupported_encoding")
     try:
         async with asyncio.timeout(BODY_TIMEOUT_S):
             return await _read(scope, receive, limit)
@@ -80,7 +84,7 @@ async def respond_error(send: Send, error: RequestError, headers: Headers | None
     extra = [JSON, *(headers or [])]
     if error.retry_after_s is not None:
         extra.append((b"retry-after", str(max(1, math.ceil(error.retry_after_s))).encode()))
-    if error.status in (408, 413):
+    if error.status in (408, 413, 415):
         extra.append((b"connection", b"close"))  # the rest of the body stays unread
     await respond(send, error.status, error_body(error), extra)
 

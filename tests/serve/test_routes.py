@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import socket
 from typing import Any
 
@@ -65,6 +66,12 @@ def test_a_body_too_large_is_413_whether_declared_or_not(start: Any) -> None:
     assert error_of(httpx.post(service.url + CHAT, content=big), 413)["code"] == "request_too_large"
     chunked = (big[i : i + 500] for i in range(0, 5_000, 500))
     assert httpx.post(service.url + CHAT, content=chunked).status_code == 413
+
+
+def test_a_compressed_body_is_refused_as_such(service: Any) -> None:
+    headers = {"content-encoding": "gzip"}
+    response = httpx.post(service.url + CHAT, content=gzip.compress(b"{}"), headers=headers)
+    assert "'gzip'" in error_of(response, 415)["message"]
 
 
 def test_the_request_id_is_echoed(echoing: Any) -> None:

@@ -80,8 +80,8 @@ def refuse(request: msgspec.Struct, allowed: Iterable[tuple[str, tuple[Any, ...]
 def in_range(param: str, value: float | None, low: float, high: float, *, open_low: bool = False) -> None:
     """Raises RequestError unless value is None or within [low, high] (or (low, high])."""
     if value is not None and not ((low < value if open_low else low <= value) and value <= high):
-        bounds = f"above {low:g} and at most {high:g}" if open_low else f"from {low:g} to {high:g}"
-        got = f", not {value:g}" if abs(value) < 1e18 else ""
+        bounds = f"above {low} and at most {high}" if open_low else f"from {low} to {high}"
+        got = f", not {value}" if abs(value) < 1e18 else ""
         raise invalid(param, f"must be {bounds}{got}.", "out_of_range")
 
 
