@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, Protocol
@@ -67,7 +67,7 @@ class Arm(Protocol):
 class LocalArm:
     """The graph fused into a thread of this process. Memory: what this process grew by while this side was at work."""
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: Plan, opened: Callable[[LocalService], None] = lambda service: None) -> None:
         config = GatewayConfig.of(plan)
         self._model = config.models[0]
         self._limits = Limits(config.models, config.max_requests, config.default_max_tokens, config.tools)
@@ -75,6 +75,7 @@ class LocalArm:
         before = resident_bytes()
         self._service = LocalService(plan)
         self._service.open()
+        opened(self._service)
         self._service.start()
         self._memory = resident_bytes() - before
 

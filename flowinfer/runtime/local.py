@@ -7,6 +7,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 from pydantic import ConfigDict
@@ -14,12 +15,13 @@ from pydantic import ConfigDict
 from flowinfer.engine.layout import KVLayout
 from flowinfer.errors import FlowInferError, RequestError
 from flowinfer.graph.plan import API, Plan, StagePlan
-from flowinfer.message import Call, Cancel, Ended, Event, Failure, Piece, Serving, Text
+from flowinfer.message import Call, Cancel, Ended, Event, Failure, Message, Piece, Serving, Text
 from flowinfer.runtime.arenas import DEFAULT_KV_BYTES, private_arena
 from flowinfer.runtime.clock import SystemClock
 from flowinfer.runtime.device import gpu_arena, resolve_device
 from flowinfer.runtime.group import Group, Host
 from flowinfer.runtime.loading import LoadStage
+from flowinfer.runtime.stage_run import StageRun
 from flowinfer.stage import Arena, Clock, Stage, StageConfig
 
 Sink = Callable[[Piece | RequestError], None]
@@ -89,11 +91,17 @@ class LocalService:
     """The graph of a plan, fused into one worker of this process; placement is ignored.
 
     `stages` replaces classes by stage name. Step it by `turn` or `generate`, or let `start` do so in a thread. With
-    another api than LocalApi, `submit`, `cancel` and `generate` aren't there.
+    another api than LocalApi, `submit`, `cancel` and `generate` aren't there. inline: background work runs at once, so
+    that a run can be repeated exactly.
     """
 
     def __init__(
-        self, plan: Plan, *, stages: Mapping[str, type[Stage]] | None = None, clock: Clock | None = None
+        self,
+        plan: Plan,
+        *,
+        stages: Mapping[str, type[Stage]] | None = None,
+        clock: Clock | None = None,
+        inline: bool = False,
     ) -> None:
         own = dict(stages or {})
         load = LoadStage(Path(plan.file).parent, plan.allow_local)
@@ -111,7 +119,7 @@ class LocalService:
         asked = {worker.device for worker in plan.workers.values()} - {"cpu"}
         self._device = resolve_device(asked.pop() if len(asked) == 1 else "cpu")
         host = Host(arena=self._arena, device=self._device, threads=_threads(plan))
-        self.group = _LocalGroup(plan, host, find, clock or SystemClock(), self._woken)
+        self.group = _LocalGroup(plan, host, find, clock or SystemClock(), self._woken, inline)
 
     def open(self) -> None:
         """Opens all stages. Raises StageError."""
@@ -217,14 +225,38 @@ class _LocalGroup(Group):
     """A group of all stages, upstream first, that wakes the thread of its service."""
 
     def __init__(
-        self, plan: Plan, host: Host, load: Callable[[StagePlan], type[Stage]], clock: Clock, woken: threading.Event
+        self,
+        plan: Plan,
+        host: Host,
+        load: Callable[[StagePlan], type[Stage]],
+        clock: Clock,
+        woken: threading.Event,
+        inline: bool,
     ) -> None:
         self._woken = woken
+        self._inline = inline
+        self.watch: Callable[[Event], None] = lambda event: None
         super().__init__(plan, _upstream_first(plan), host, load, name="front.0", generation=1, clock=clock)
         self.front = self.name
 
     def wake(self) -> None:
         self._woken.set()
+
+    def handle(self, event: Event) -> None:
+        self.watch(event)
+        super().handle(event)
+
+    def submit(
+        self, run: StageRun | None, fn: Callable[[], Any], then: Callable[[Any], Iterable[Message] | None]
+    ) -> None:
+        if not self._inline:
+            super().submit(run, fn, then)
+            return
+        try:
+            outcome = fn()
+        except Exception as error:
+            outcome = error
+        self._done.append((run, lambda: then(outcome)))
 
 
 def _upstream_first(plan: Plan) -> list[StagePlan]:

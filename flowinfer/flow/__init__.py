@@ -1,0 +1,1 @@
+"""Recordings of what flowed in a graph, and their replay through a part of it."""

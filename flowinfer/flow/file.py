@@ -1,0 +1,117 @@
+"""The format of a recording (`.flow`): a header, then messages in order, each with its time and edge. Runs nothing.
+
+MAGIC, then parts of [length: u32][bytes]. The first part is the header, as JSON; each further one is msgpack of
+[seconds since the start, edge, frames of the codec]. A file that was cut off is read up to its last whole part.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import BinaryIO
+
+import msgspec
+
+from flowinfer.codec import Codec, schema_of
+from flowinfer.codec import Header as FrameHeader
+from flowinfer.errors import FlowInferError
+from flowinfer.message import Message, type_registry
+
+MAGIC = b"FLOW1\n"
+EVENTS = ""  # the edge of control events
+_LENGTH = struct.Struct("<I")
+
+
+class Header(msgspec.Struct, kw_only=True):
+    """What was recorded. digest: of the plan; types: schema digest of each message type; skipped: edges left out."""
+
+    file: str
+    overlays: tuple[str, ...] = ()
+    sets: tuple[str, ...] = ()
+    digest: str
+    types: dict[str, str]
+    edges: tuple[str, ...]
+    skipped: tuple[str, ...] = ()
+    wall: float = 0.0
+
+
+class Record(msgspec.Struct):
+    """One message: seconds since the start, and the edge that it was put on (EVENTS for control)."""
+
+    at: float
+    edge: str
+    message: Message
+
+
+class Writer:
+    """Writes a recording; each message is in the file as soon as `add` returns, but for what the system buffers."""
+
+    def __init__(self, path: Path, header: Header) -> None:
+        self._file: BinaryIO = path.open("wb")
+        self._codec = Codec()
+        self._file.write(MAGIC)
+        self._part(msgspec.json.encode(header))
+
+    def add(self, at: float, edge: str, message: Message) -> None:
+        """Appends a message as it is now; who changes it later doesn't change the recording."""
+        header = FrameHeader(type(message).__name__, "record", 1, edge=edge)
+        frames = [bytes(frame) for frame in self._codec.encode(header, [message])]
+        self._part(msgspec.msgpack.encode((at, edge, frames)))
+
+    def _part(self, data: bytes) -> None:
+        self._file.write(_LENGTH.pack(len(data)) + data)
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class Recording(msgspec.Struct):
+    """A file that was read. cut_off: it ends in the middle of a message, which is left out."""
+
+    header: Header
+    records: list[Record]
+    cut_off: bool
+
+
+def read(path: Path) -> Recording:
+    """Reads a recording. Raises FlowInferError for what isn't one, or holds messages of another version."""
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise FlowInferError(f"{path} can't be read: {error}.") from error
+    parts, cut_off = _parts(data) if data.startswith(MAGIC) else ([], True)
+    if not parts:
+        raise FlowInferError(f"{path} is no recording.", help="`flowinfer record FILE -o x.flow` makes one.")
+    header = msgspec.json.decode(parts[0], type=Header)
+    _check_types(header, path)
+    return Recording(header, list(_records(parts[1:])), cut_off)
+
+
+def _parts(data: bytes) -> tuple[list[bytes], bool]:
+    found: list[bytes] = []
+    at = len(MAGIC)
+    while at + _LENGTH.size <= len(data):
+        (length,) = _LENGTH.unpack_from(data, at)
+        at += _LENGTH.size
+        if at + length > len(data):
+            return found, True
+        found.append(data[at : at + length])
+        at += length
+    return found, at != len(data)
+
+
+def _check_types(header: Header, path: Path) -> None:
+    for name, digest in header.types.items():
+        cls = type_registry.get(name)
+        if cls is None or schema_of(cls) != digest:
+            message = f"{path} holds messages of type {name} as another version of FlowInfer has them."
+            raise FlowInferError(message, help="Replay it with the version that recorded it.")
+
+
+def _records(parts: Sequence[bytes]) -> Iterator[Record]:
+    codec = Codec()
+    for part in parts:
+        at, edge, frames = msgspec.msgpack.decode(part, type=tuple[float, str, list[bytes]])
+        _, messages = codec.decode(frames)
+        yield Record(at, edge, messages[0])

@@ -1,0 +1,66 @@
+"""Records what flows in a local service: every message on every edge, and what ends requests."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from flowinfer.codec import schema_of
+from flowinfer.flow.file import EVENTS, Header, Writer
+from flowinfer.graph.plan import EdgePlan, Plan
+from flowinfer.message import Cancel, Ended, Event, Message, type_registry
+from flowinfer.runtime.local import LocalService
+from flowinfer.runtime.stage_run import Put
+
+ENDS = (Cancel, Ended)  # the only events that come from outside of the stages
+
+
+def header_of(plan: Plan, overlays: Sequence[str], sets: Sequence[str]) -> Header:
+    """The header of a recording of this plan."""
+    kept = [edge for edge in plan.edges if not type_registry[edge.message].local]
+    names = {edge.message for edge in kept} | {kind.__name__ for kind in ENDS}
+    return Header(
+        file=plan.file,
+        overlays=tuple(str(Path(name).resolve()) for name in overlays),
+        sets=tuple(sets),
+        digest=plan.digest,
+        types={name: schema_of(type_registry[name]) for name in sorted(names)},
+        edges=tuple(edge.name for edge in kept),
+        skipped=tuple(edge.name for edge in plan.edges if edge not in kept),
+        wall=time.time(),
+    )
+
+
+class Recorder:
+    """Writes what a service passes on, until `close`. Attach it before the first request."""
+
+    def __init__(self, service: LocalService, path: Path, header: Header) -> None:
+        self._writer = Writer(path, header)
+        self._clock = service.group.clock
+        self._began = self._clock.now()
+        self.num_messages = 0
+        for run in service.group.runs:
+            for edges in run.outputs.values():
+                for edge in edges:
+                    if edge.edge.name in header.edges:
+                        setattr(edge, "put", self._watched(edge.edge, edge.put))  # noqa: B010 - one of two types
+        service.group.watch = self._event
+
+    def _watched(self, edge: EdgePlan, put: Put) -> Put:
+        def watched(message: Message) -> None:
+            self._add(edge.name, message)  # before it is passed on: the next stage may write into it
+            put(message)
+
+        return watched
+
+    def _event(self, event: Event) -> None:
+        if isinstance(event, ENDS):
+            self._add(EVENTS, event)
+
+    def _add(self, edge: str, message: Message) -> None:
+        self.num_messages += 1
+        self._writer.add(self._clock.now() - self._began, edge, message)
+
+    def close(self) -> None:
+        self._writer.close()

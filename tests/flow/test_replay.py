@@ -1,0 +1,193 @@
+"""Recordings of a graph of plain stages: what is kept, what a cut file gives, and that a replay repeats itself."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from flowinfer.cli import main
+from flowinfer.errors import FlowInferError
+from flowinfer.flow.file import Recording, read
+from flowinfer.flow.record import Recorder, header_of
+from flowinfer.flow.replay import against, by_request, cut, replay
+from flowinfer.graph import load_plan
+from flowinfer.graph.plan import Plan
+from flowinfer.message import Call, Finish, Piece, Sampling, Text
+from flowinfer.runtime.local import LocalService
+
+STAGES = '''
+from collections.abc import Iterable
+import numpy as np
+from flowinfer.message import Call, Finish, Piece, Prompt, Text
+from flowinfer.stage import Stage, StageConfig
+
+class Split(Stage):
+    """Characters as token ids, in the background, as a tokenizer does."""
+
+    def step(self, calls: list[Call]) -> Iterable[Prompt]:
+        for call in calls:
+            done = lambda ids, call=call: [self.prompt(call, ids)]
+            self.ctx.submit(lambda call=call: [ord(c) for c in call.prompt], done)
+        return []
+
+    def prompt(self, call: Call, ids: list[int]) -> Prompt:
+        return Prompt(id=call.id, tokens=np.array(ids, np.int32), sampling=call.sampling)
+
+class Reverse(Stage):
+    """Turns each prompt around, in place."""
+
+    def step(self, prompts: list[Prompt]) -> Iterable[Prompt]:
+        for prompt in prompts:
+            prompt.tokens = prompt.tokens[::-1].copy()
+            yield prompt
+
+class Join(Stage):
+    """Says a character a step."""
+
+    class Config(StageConfig):
+        mark: str = ""
+
+    def open(self) -> None:
+        self.left: dict[str, list[str]] = {}
+
+    @property
+    def busy(self) -> bool:
+        return bool(self.left)
+
+    def step(self, prompts: list[Prompt]) -> Iterable[Text]:
+        for prompt in prompts:
+            self.left[prompt.id] = [chr(t) for t in prompt.tokens]
+        pieces = []
+        for id, chars in list(self.left.items()):
+            pieces.append(Piece(id=id, text=chars.pop(0) + self.config.mark if chars else ""))
+            if not chars:
+                pieces[-1].finish = Finish(reason="stop")
+                del self.left[id]
+        if pieces:
+            yield Text(step=0, pieces=pieces)
+'''
+PIPELINE = """flowinfer: 1
+name: plain
+stages:
+  split: {use: "./stages.py:Split"}
+  reverse: {use: "./stages.py:Reverse"}
+  join: {use: "./stages.py:Join"}
+edges:
+  api -> split:
+  split -> reverse:
+  reverse -> join:
+  join -> api:
+"""
+
+
+@pytest.fixture
+def plan(tmp_path: Path) -> Plan:
+    (tmp_path / "stages.py").write_text(STAGES)
+    (tmp_path / "plain.yaml").write_text(PIPELINE)
+    return load_plan(tmp_path / "plain.yaml", allow_local=True)
+
+
+@pytest.fixture
+def file(plan: Plan, tmp_path: Path) -> Path:
+    """A recording of three requests at once."""
+    path = tmp_path / "x.flow"
+    with LocalService(plan) as service:
+        recorder = Recorder(service, path, header_of(plan, (), ()))
+        service.generate(
+            Call(id=f"r{i}", sampling=Sampling(), prompt=text) for i, text in enumerate(("abc", "de", "f"))
+        )
+        recorder.close()
+    return path
+
+
+def prompts(recording: Recording, edge: str) -> list[str]:
+    return ["".join(map(chr, r.message.tokens)) for r in recording.records if r.edge == edge]  # type: ignore[attr-defined]
+
+
+def test_each_message_is_kept_as_it_was_when_it_passed(file: Path) -> None:
+    recording = read(file)
+    assert sorted(prompts(recording, "split -> reverse")) == ["abc", "de", "f"]
+    assert sorted(prompts(recording, "reverse -> join")) == ["cba", "ed", "f"]
+    assert not recording.cut_off
+    times = [record.at for record in recording.records]
+    assert times == sorted(times)
+
+
+def test_a_file_cut_anywhere_gives_its_whole_messages(file: Path, tmp_path: Path) -> None:
+    data, whole, short = file.read_bytes(), read(file), tmp_path / "short.flow"
+    seen = set()
+    for length in range(len(data) - 1, 0, -37):
+        short.write_bytes(data[:length])
+        try:
+            part = read(short)
+        except FlowInferError as error:
+            assert "is no recording" in str(error)
+            continue
+        seen.add(len(part.records))
+        assert [r.edge for r in part.records] == [r.edge for r in whole.records][: len(part.records)]
+    assert len(seen) > 5
+
+
+def test_a_replay_through_a_part_repeats_itself_and_the_recording(file: Path, plan: Plan) -> None:
+    recording, part = read(file), cut(plan, "reverse", "join")
+    assert part.stages == ("reverse", "join")
+    first, second = replay(recording, part), replay(recording, part)
+    assert [str(r) for r in first] == [str(r) for r in second]
+    (outcome,) = against(recording, first, part)
+    assert (outcome.edge, outcome.num_same, outcome.differing) == ("join -> api", 3, [])
+
+
+def test_the_whole_graph_is_replayed_by_default(file: Path, plan: Plan) -> None:
+    part = cut(plan)
+    assert part.stages == ("split", "reverse", "join")
+    assert against(read(file), replay(read(file), part), part)[0].num_same == 3
+
+
+def test_a_changed_stage_is_found_with_its_first_request(file: Path, plan: Plan, tmp_path: Path) -> None:
+    runner, pipeline = CliRunner(), str(tmp_path / "plain.yaml")
+    same = runner.invoke(main, ["replay", str(file), "--from", "join", "--allow-local"])
+    assert same.exit_code == 0, same.output
+    assert "join -> api: 3 requests the same, 0 differ" in same.output
+    changed = ["--from", "join", "--set", "stages.join.with.mark=x", "--pipeline", pipeline, "--allow-local"]
+    result = runner.invoke(main, ["replay", str(file), *changed])
+    assert result.exit_code == 1
+    assert "recorded cba[stop]" in result.output and "replayed cxbxax[stop]" in result.output
+
+
+def test_record_writes_what_replay_reads(plan: Plan, tmp_path: Path) -> None:
+    asks, out = tmp_path / "asks.jsonl", tmp_path / "y.flow"
+    asks.write_text('{"prompt": "hello"}\n{"prompt": "you"}\n')
+    runner = CliRunner()
+    arguments = [str(tmp_path / "plain.yaml"), "-o", str(out), "--on", str(asks), "--allow-local"]
+    recorded = runner.invoke(main, ["record", *arguments])
+    assert recorded.exit_code == 0, recorded.output
+    assert "2 requests" in recorded.output
+    assert runner.invoke(main, ["replay", str(out), "--to", "reverse", "--allow-local"]).exit_code == 0
+
+
+@pytest.mark.parametrize(("first", "last", "message"), [("join", "split", "No way leads"), ("jion", "", "no stage")])
+def test_a_cut_that_is_none(first: str, last: str, message: str, plan: Plan) -> None:
+    with pytest.raises(FlowInferError, match=message):
+        cut(plan, first, last)
+
+
+def test_a_loop_stays_whole() -> None:
+    plan = load_plan(Path(__file__).parents[2] / "pipelines" / "quickstart.yaml")
+    part = cut(plan, "verify", "detokenize")
+    assert part.stages == ("decode", "verify", "detokenize")
+    assert [edge.name for edge in part.inward] == ["transfer -> decode"]
+    assert "decode -> verify" in header_of(plan, (), ()).skipped
+
+
+def test_batches_do_not_matter_to_what_is_said_of_a_request() -> None:
+    a, b = Piece(id="a", text="x"), Piece(id="b", text="y", finish=Finish(reason="length"))
+    together = by_request([Text(step=1, pieces=[a, b])])
+    assert together == by_request([Text(step=1, pieces=[b]), Text(step=2, pieces=[a])]) == {"a": "x", "b": "y[length]"}
+
+
+def test_what_is_no_recording(tmp_path: Path) -> None:
+    (tmp_path / "x").write_bytes(b"hello")
+    with pytest.raises(FlowInferError, match="is no recording"):
+        read(tmp_path / "x")
