@@ -45,6 +45,7 @@ COMMANDS = {
     "stages": Entry("flowinfer.cli.spec:stages", "List the stages, or one with its ports and settings."),
     "schema": Entry("flowinfer.cli.spec:schema", "Print the JSON Schema of pipeline files, for editors."),
     "explain": Entry("flowinfer.cli.spec:explain", "Explain an error code such as FI309."),
+    "cache": Entry("flowinfer.cli.cache:cache", "Look at the KV blocks on disk, delete or carry them."),
     "models": Entry("flowinfer.cli.models:models", "Get, list and inspect models."),
     "bench": Entry("flowinfer.cli.bench:bench", "Measure parts of the service by themselves."),
     "dashboards": Entry("flowinfer.cli.dashboards:dashboards", "Build and push the Grafana dashboards."),

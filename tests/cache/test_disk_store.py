@@ -150,7 +150,7 @@ def test_a_lost_index_is_made_anew_from_the_segments(opened: Open, tmp_path: Pat
         path.unlink()
     again = opened()
     assert held(again, range(60)) == [*range(40), 50]
-    assert {(u.cls, u.tenant, u.blocks) for u in again._index.usage()} == {("chat", "", 40), ("agent", "alice", 1)}
+    assert {(u.cls, u.tenant, u.blocks) for u in again.index.usage()} == {("chat", "", 40), ("agent", "alice", 1)}
 
 
 def test_a_damaged_index_is_made_anew(opened: Open, tmp_path: Path) -> None:

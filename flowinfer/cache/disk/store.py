@@ -88,23 +88,23 @@ class DiskStore:
 
     def _open(self, folder: Path) -> None:
         settings = self.settings
-        self._index = open_index(folder)
-        self._clock = SteadyClock(self._index.high_water(), self._wall(), self._monotonic())
+        self.index = open_index(folder)
+        self._clock = SteadyClock(self.index.high_water(), self._wall(), self._monotonic())
         self._arena = Arena(2 * settings.threads)
         self._pool = ThreadPoolExecutor(settings.threads, thread_name_prefix="disk-io")
-        self._reader = BlockReader(self._files, self._arena, folder, self._index)
+        self._reader = BlockReader(self._files, self._arena, folder, self.index)
         # One segment is set aside for what is copied forward.
         limits = Limits(settings.size - settings.segment_bytes, settings.class_limits, settings.tenant_limit)
-        self._janitor = Janitor(folder, self._index, self._reader, limits, self._copy_forward, self._removed)
+        self._janitor = Janitor(folder, self.index, self._reader, limits, self._copy_forward, self._removed)
         self._janitor.recover()
-        self._index.set_high_water(self.now())
+        self.index.set_high_water(self.now())
         self._swept = self._monotonic()
         self._renewals: dict[bytes, float] = {}
         self._writer = Writer(
             self._files,
             self._arena,
             folder,
-            self._index,
+            self.index,
             self._pool,
             segment_bytes=settings.segment_bytes,
             backlog_bytes=settings.backlog,
@@ -166,14 +166,14 @@ class DiskStore:
 
     def remove(self, names: Sequence[bytes]) -> int:
         """Forgets blocks; their room is freed later. Returns how many were there."""
-        removed = self._index.remove(names)
+        removed = self.index.remove(names)
         self._removed(removed, "removed")
         return len(removed)
 
     def names(self, namespace: str) -> list[bytes]:
         """All blocks of a namespace."""
         try:
-            return self._index.names(namespace, self.now())
+            return self.index.names(namespace, self.now())
         except OSError as error:
             self._fault("read_index", str(error))
             return []
@@ -184,7 +184,7 @@ class DiskStore:
         self._pool.shutdown()
         self._renew()
         self._reader.readers.forget()
-        self._index.close()
+        self.index.close()
         self._lock.close()
 
     def sweep(self) -> None:
@@ -197,7 +197,7 @@ class DiskStore:
 
     def _find(self, names: Sequence[bytes], namespace: str) -> dict[bytes, Entry]:
         try:
-            return self._index.find(names, namespace, self.now())
+            return self.index.find(names, namespace, self.now())
         except OSError as error:
             self._fault("read_index", str(error))
             return {}
@@ -213,7 +213,7 @@ class DiskStore:
 
     def _drop(self, entry: Entry) -> None:
         try:
-            self._removed(self._index.remove([entry.name], segment=entry.segment), "damaged")
+            self._removed(self.index.remove([entry.name], segment=entry.segment), "damaged")
         except OSError as error:
             self._fault("read_index", str(error))
 
@@ -239,8 +239,8 @@ class DiskStore:
         if not hits:
             return
         retention = self.settings.retention
-        classes = {usage.cls for usage in self._index.usage()}
-        self._index.renew(hits, {cls: retention.of(cls) for cls in classes})
+        classes = {usage.cls for usage in self.index.usage()}
+        self.index.renew(hits, {cls: retention.of(cls) for cls in classes})
 
     def _removed(self, names: Sequence[bytes], cause: str) -> None:
         self._count(f"removed_{cause}", len(names))

@@ -1,0 +1,170 @@
+"""Looks at a store without a service, and changes it only while no service has it: for the command line."""
+
+from __future__ import annotations
+
+import mmap
+import sqlite3
+import tarfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from io import BytesIO
+from pathlib import Path
+
+import msgspec
+
+from flowinfer.cache.disk.index import FILE, DiskIndex, Entry, Usage
+from flowinfer.cache.disk.io import Arena, Files
+from flowinfer.cache.disk.reader import BlockReader, ReadFault
+from flowinfer.cache.disk.retention import Retention
+from flowinfer.cache.disk.segments import segment_path
+from flowinfer.cache.disk.store import DiskStore, StoreSettings
+from flowinfer.errors import FlowInferError
+
+SERVICE = "flowinfer cache"
+_FOREVER = 1e18
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What a store holds. allocated: bytes of its files.  live: bytes of blocks that are still wanted."""
+
+    usage: list[Usage]
+    segments: int
+    allocated: int
+    live: int
+
+
+class Exported(msgspec.Struct, frozen=True):
+    """A block in an export, beside its payload. ttl_s: how long it had to stay."""
+
+    name: bytes
+    namespace: str
+    cls: str
+    tenant: str
+    ttl_s: float
+
+
+def summary(folder: Path) -> Summary:
+    """Sums by class and tenant; works beside a running service."""
+    with _reading(folder) as index:
+        segments = index.segments()
+        return Summary(index.usage(), len(segments), sum(s.size for s in segments), sum(s.live for s in segments))
+
+
+def entries(folder: Path, *, cls: str | None = None, tenant: str | None = None) -> list[Entry]:
+    """All blocks of a class and tenant, those used longest ago first; works beside a running service."""
+    with _reading(folder) as index:
+        return list(index.matching(cls=cls, tenant=tenant))
+
+
+def verify(folder: Path) -> Iterator[tuple[Entry, str]]:
+    """Reads every block and yields those that are damaged, with the cause; works beside a running service."""
+    with _reading(folder) as index:
+        reader = _reader(folder, index)
+        for entry in index.matching():
+            if cause := _damage(reader, entry):
+                yield entry, cause
+
+
+def remove(folder: Path, *, cls: str | None = None, tenant: str | None = None, damaged: bool = False) -> int:
+    """Deletes blocks, and wipes their headers, so that no index made anew finds them. Raises while a service runs."""
+    with _changing(folder) as store:
+        index = store.index
+        reader = _reader(folder, index)
+        chosen = [e for e in index.matching(cls=cls, tenant=tenant) if not damaged or _damage(reader, e)]
+        for entry in chosen:
+            _wipe(folder, entry)
+        removed = store.remove([entry.name for entry in chosen])
+        store.sweep()
+        return removed
+
+
+def export(folder: Path, to: Path) -> int:
+    """Writes all blocks that pass their checksums to a tar file; works beside a running service."""
+    count = 0
+    with _reading(folder) as index, tarfile.open(to, "w") as tar:
+        reader, now = _reader(folder, index), index.high_water()
+        for entry in index.matching():
+            payload = memoryview(mmap.mmap(-1, max(1, entry.length)))[: entry.length]
+            try:
+                reader.read(entry, payload)
+            except ReadFault:
+                continue
+            ttl_s = max(0.0, entry.expiry - now)
+            head = Exported(entry.name, entry.namespace, entry.cls, entry.tenant, ttl_s)
+            _add(tar, f"{entry.name.hex()}.json", msgspec.json.encode(head))
+            _add(tar, f"{entry.name.hex()}.kv", bytes(payload))
+            count += 1
+    return count
+
+
+def import_(folder: Path, source: Path, *, size: int) -> int:
+    """Puts the blocks of an export into a store of `size` bytes. Raises while a service runs."""
+    count = 0
+    with _changing(folder, size=size) as store, tarfile.open(source) as tar:
+        while (head := tar.next()) is not None and (body := tar.next()) is not None:
+            block = msgspec.json.decode(_bytes(tar, head), type=Exported)
+            payload = memoryview(bytearray(_bytes(tar, body)))
+            how = {"namespace": block.namespace, "cls": block.cls, "tenant": block.tenant}
+            count += len(store.put([(block.name, payload)], keep_s=block.ttl_s, **how).result())
+    return count
+
+
+def _add(tar: tarfile.TarFile, name: str, data: bytes) -> None:
+    info = tarfile.TarInfo(name)
+    info.size = len(data)
+    tar.addfile(info, BytesIO(data))
+
+
+def _bytes(tar: tarfile.TarFile, member: tarfile.TarInfo) -> bytes:
+    file = tar.extractfile(member)
+    if file is None:
+        raise FlowInferError(f"{tar.name!s} isn't an export of a cache.")
+    return file.read()
+
+
+def _damage(reader: BlockReader, entry: Entry) -> str:
+    target = memoryview(mmap.mmap(-1, max(1, entry.length)))[: entry.length]
+    try:
+        reader.read(entry, target)
+    except ReadFault as fault:
+        return f"{fault.cause}: {fault.detail}"
+    return ""
+
+
+def _wipe(folder: Path, entry: Entry) -> None:
+    with segment_path(folder, entry.segment).open("r+b") as file:
+        file.seek(entry.offset)
+        file.write(bytes(4096))
+
+
+def _reader(folder: Path, index: DiskIndex) -> BlockReader:
+    files = Files()
+    files.direct = False
+    return BlockReader(files, Arena(1), folder, index)
+
+
+@contextmanager
+def _reading(folder: Path) -> Iterator[DiskIndex]:
+    if not (folder / FILE).exists():
+        raise FlowInferError(f"there is no disk cache in {folder}.", help="Name its folder by --path.")
+    try:
+        index = DiskIndex(folder, read_only=True)
+    except sqlite3.Error as error:
+        raise FlowInferError(f"the index of the disk cache in {folder} can't be read: {error}.") from error
+    try:
+        yield index
+    finally:
+        index.close()
+
+
+@contextmanager
+def _changing(folder: Path, *, size: int | None = None) -> Iterator[DiskStore]:
+    """Opens the store as a service would: refused while one runs. Nothing is evicted to make room but by `size`."""
+    retention = Retention({}, default=_FOREVER)  # what stays is told block by block
+    store = DiskStore(StoreSettings(path=folder, size=size or 1 << 60, service=SERVICE, retention=retention))
+    try:
+        yield store
+    finally:
+        store.close()
