@@ -14,13 +14,17 @@ from flowinfer.stage import Conflict, ModelUse
 
 
 def check_dispatch(graph: Graph, flow: FacetFlow) -> None:
-    """Buckets need bucketed prompts, hashing needs a field, credit is counted as the consumer counts."""
+    """Buckets and prefixes must have been set before, hashing needs a field, credit is in the consumer's unit."""
     for wire in graph.wires:
         _check_key(graph, wire)
         _check_unit(graph, wire)
         has = flow.of(wire)
         if wire.options.dispatch == "bucket" and has is not None:
             _check_buckets(graph, flow, wire, has)
+        if wire.options.dispatch == "prefix" and has is not None and "prefix" not in has:
+            mark = graph.document.value_mark(*wire.path, "dispatch")
+            message = f"`{wire.name}` is shared out by cached prefix, but its messages have none."
+            graph.problem("FI321", message, mark, "Put a cache-lookup before it, or remove `dispatch: prefix`.")
 
 
 def _check_key(graph: Graph, wire: Wire) -> None:

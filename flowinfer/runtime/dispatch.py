@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 from flowinfer.graph.plan import EdgePlan
+from flowinfer.message import Message
 
 
 class Head(NamedTuple):
@@ -16,18 +17,22 @@ class Head(NamedTuple):
     waiting: int
     cost: int = 1
     work: float = 0.0  # size of the first message in tokens, for policies that weigh lanes
+    message: Message | None = None  # the first one itself
 
 
 @dataclass(slots=True)
 class Consumer:
-    """One consumer instance as its producer sees it. sent: requests on their way to it, whose credit isn't back."""
+    """One consumer instance as its producer sees it.
+
+    sent: requests on their way to it, whose credit isn't back, and the work that the policy expects of each.
+    """
 
     name: str
     generation: int
     connected: bool = False
     leaving: bool = False  # gets what is bound to it, and nothing else
     credit: dict[str, int] = field(default_factory=dict)  # by lane
-    sent: dict[str, None] = field(default_factory=dict)
+    sent: dict[str, float] = field(default_factory=dict)
     outstanding: int = 0  # credit that it hasn't given back
 
     @property
@@ -43,6 +48,9 @@ class Dispatch(Protocol):
 
     def choose(self, heads: Mapping[str, Head], consumers: Sequence[Consumer]) -> tuple[str, Consumer] | None: ...
 
+    def weigh(self, message: Message, consumer: Consumer) -> float:
+        """Work that this message is to this consumer, for the policy's own use; 0 where it doesn't ask."""
+
 
 class Pull:
     """The instance with the least outstanding gets the next message: who is free pulls."""
@@ -53,6 +61,9 @@ class Pull:
             if able:
                 return lane, min(able, key=lambda c: (c.outstanding, -c.credit[lane]))
         return None
+
+    def weigh(self, message: Message, consumer: Consumer) -> float:
+        return 0.0
 
 
 class Buckets:
@@ -75,6 +86,44 @@ class Buckets:
         chosen = self._policy.choose(waiting, ready, idle)
         return None if chosen is None else (chosen[1], by_name[str(chosen[0])])
 
+    def weigh(self, message: Message, consumer: Consumer) -> float:
+        return 0.0
+
+
+class Prefix:
+    """The instance that holds the prompt's prefix gets it, unless its queue is longer than what that saves.
+
+    Works on the facet `prefix` (flowinfer.stages.cache_lookup.placement); first come, first served.
+    """
+
+    def choose(self, heads: Mapping[str, Head], consumers: Sequence[Consumer]) -> tuple[str, Consumer] | None:
+        from flowinfer.stages.cache_lookup.placement import place
+
+        for lane, head in heads.items():
+            able = {c.name: c for c in consumers if c.takes(lane, head.cost)}
+            if able:
+                assert head.message is not None, "an outbox shows the message"
+                holder, cached, key = _prefix_of(head.message)
+                queues = {name: sum(consumer.sent.values()) for name, consumer in able.items()}
+                return lane, able[place(queues, holder, predicted_ms(cached), key)]
+        return None
+
+    def weigh(self, message: Message, consumer: Consumer) -> float:
+        holder, cached, _ = _prefix_of(message)
+        tokens = float(len(getattr(message, "tokens", ())))
+        return predicted_ms(tokens) - (predicted_ms(cached) if holder == consumer.name else 0.0)
+
+
+def _prefix_of(message: Message) -> tuple[str, float, bytes]:
+    """Who holds the start of a prompt, how many tokens of it, and a name for that start."""
+    from flowinfer.stages.cache_lookup.placement import leading_run
+
+    prefix, tokens = getattr(message, "prefix", None), len(getattr(message, "tokens", ()))
+    if prefix is None or not prefix.hashes:
+        return "", 0.0, str(getattr(message, "id", "")).encode()
+    holder, run = leading_run(prefix.owners)
+    return holder, tokens * run / len(prefix.hashes), prefix.hashes[0]
+
 
 def predicted_ms(tokens: float) -> float:
     """Milliseconds of a prompt, up to a factor: lanes are only weighed against each other.
@@ -92,4 +141,6 @@ def rendezvous(key: str, names: Sequence[str]) -> str:
 
 def make_dispatch(edge: EdgePlan) -> Dispatch:
     """The policy of an edge. With `hash` each message is bound to its instance before, so that Pull only meets one."""
+    if edge.dispatch == "prefix":
+        return Prefix()
     return Buckets(edge.lanes) if edge.dispatch == "bucket" else Pull()

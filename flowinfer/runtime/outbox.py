@@ -47,7 +47,7 @@ class Outbox:
         self._bound: dict[str, deque[tuple[Message, Reservation | None]]] = {}
         self._reserved: dict[str, Reservation] = {}
         self._by_bucket = len(edge.lanes) > 1
-        self._simple = not self._by_bucket and edge.dispatch != "hash"
+        self._simple = not self._by_bucket and edge.dispatch not in ("hash", "prefix")
 
     @property
     def full(self) -> bool:
@@ -105,7 +105,10 @@ class Outbox:
         consumers = [consumer for consumer in self.consumers.values() if consumer.is_open]
         while heads and (chosen := self.dispatch.choose(heads, consumers)) is not None:
             lane, consumer = chosen
-            batches.setdefault((consumer.name, lane), []).append(self._lanes[lane].popleft())
+            message = self._lanes[lane].popleft()
+            batches.setdefault((consumer.name, lane), []).append(message)
+            if work := self.dispatch.weigh(message, consumer):
+                consumer.sent[getattr(message, "id", "")] = work
             consumer.credit[lane] -= 1  # so that the next choice sees it; _post books the whole batch
             consumer.outstanding += 1
             if self._lanes[lane]:
@@ -171,7 +174,8 @@ class Outbox:
             for message in batch:
                 self._send(consumer.name, self.edge, lane, [message], cost)
         if hasattr(batch[0], "id"):
-            consumer.sent.update((message.id, None) for message in batch)  # type: ignore[attr-defined]
+            for message in batch:
+                consumer.sent.setdefault(message.id, 0.0)  # type: ignore[attr-defined]
 
     def _note_wait(self) -> None:
         if self.waiting and self._blocked_at is None:
@@ -294,7 +298,7 @@ class Outbox:
 
 def _head(queue: deque[Message]) -> Head:
     tokens: Any = getattr(queue[0], "tokens", ())
-    return Head(len(queue), 1, float(len(tokens)))
+    return Head(len(queue), 1, float(len(tokens)), queue[0])
 
 
 def _purge(queue: deque[Message], gone: Callable[[Message], bool], dropped: list[Message]) -> None:

@@ -132,8 +132,9 @@ class StageEntry(Section):
 class Edge(Section):
     """How messages of one edge travel. Leave it empty for the defaults."""
 
-    dispatch: Literal["pull", "bucket", "hash"] = "pull"
-    """pull: whoever is free takes the next; bucket: a queue for each bucket; hash: equal keys, equal replica."""
+    dispatch: Literal["pull", "bucket", "hash", "prefix"] = "pull"
+    """pull: whoever is free takes the next; bucket: a queue for each bucket; hash: equal keys, equal replica;
+    prefix: who holds the prompt's prefix, unless its queue is longer than what that saves."""
     key: str | None = None
     """With dispatch `hash`: the field of the message that is hashed, as in cache_salt."""
     capacity: int | None = Field(default=None, ge=1)

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flowinfer.graph.plan import EdgePlan
-from flowinfer.message import Message, Prompt, Sampling
+from flowinfer.message import Message, PrefixHint, Prompt, Sampling
 from flowinfer.runtime.dispatch import rendezvous
 from flowinfer.runtime.inbox import BACK_AFTER_S, Account, Debt, Grants, Inbox
 from flowinfer.runtime.outbox import Outbox
@@ -254,3 +254,35 @@ def test_a_rendezvous_moves_only_the_keys_of_a_lost_name() -> None:
     before = {key: rendezvous(key, names) for key in keys}
     after = {key: rendezvous(key, names[:2]) for key in keys}
     assert all(after[key] == before[key] for key in keys if before[key] != "b.2")
+
+
+def hinted(request: str, owners: list[str], num_tokens: int = 640) -> Prompt:
+    hint = PrefixHint(hashes=[bytes([i]) * 16 for i in range(10)], owners=owners)
+    return Prompt(id=request, tokens=np.ones(num_tokens, np.int32), sampling=Sampling(), prefix=hint)
+
+
+def outbox_by_prefix(wire: Wire) -> Outbox:
+    return outbox_to(wire, {"b.0": 8, "b.1": 8}, msgspec.structs.replace(EDGE, dispatch="prefix"))
+
+
+def test_prefix_sends_prompts_to_the_holder_until_its_queue_outweighs_the_prefix() -> None:
+    wire = Wire()
+    put(outbox_by_prefix(wire), *(hinted(f"r{i}", ["b.1"] * 5) for i in range(3)))
+    assert {sent[2]: sent[0] for sent in wire.sent} == {"r0": "b.1", "r1": "b.0", "r2": "b.1"}
+
+
+def test_prefix_forgets_the_work_of_what_came_back() -> None:
+    wire = Wire()
+    outbox = outbox_by_prefix(wire)
+    for i in range(4):
+        put(outbox, hinted(f"r{i}", ["b.1"] * 5))
+        outbox.credit("b.1", 1, "", 1, [f"r{i}"])
+    assert {sent[0] for sent in wire.sent} == {"b.1"}
+
+
+def test_prefix_goes_on_without_the_holder() -> None:
+    wire = Wire()
+    outbox = outbox_by_prefix(wire)
+    outbox.drop("b.1", 1)
+    put(outbox, hinted("r", ["b.1"] * 10))
+    assert wire.sent == [("b.0", "", "r", 1)]
