@@ -28,7 +28,7 @@ LAYERS = (
     ("stages",),
     ("runtime",),
     ("serve",),
-    ("testing", "fakes", "compare", "sim"),
+    ("testing", "fakes", "compare", "flow", "sim"),
     ("cli",),
 )
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}

@@ -7,7 +7,7 @@ request.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import msgspec
@@ -19,7 +19,7 @@ from flowinfer.errors import FlowInferError
 from flowinfer.fakes import FakeClock
 from flowinfer.flow.file import EVENTS, Record, Recording
 from flowinfer.graph.plan import API, EdgePlan, Plan
-from flowinfer.message import Event, Message, Text, Tokens
+from flowinfer.message import Event, Message, Sequence, Text, Tokens, type_registry
 from flowinfer.runtime.local import LocalService
 from flowinfer.runtime.stage_run import Put
 
@@ -51,6 +51,10 @@ def cut(plan: Plan, first: str = "", last: str = "") -> Part:
         raise FlowInferError(f"No way leads from {first!r} to {last!r}.")
     inside = [edge for edge in plan.edges if edge.source in stages and edge.target in stages]
     inward = tuple(edge for edge in plan.edges if edge.source not in stages and edge.target in stages)
+    for edge in inward:
+        if issubclass(type_registry[edge.message], Sequence):
+            message = f"{edge.name} carries keys and values, which aren't recorded."
+            raise FlowInferError(message, help="Begin at the stage that computes them, or before it.")
     outward = tuple(edge for edge in plan.edges if edge.source in stages and edge.target not in stages)
     kept = {name: plan.stages[name] for name in stages}
     return Part(msgspec.structs.replace(plan, stages=kept, edges=tuple(inside)), stages, inward, outward)
@@ -118,7 +122,7 @@ class Outcome(msgspec.Struct):
     first: tuple[str, str] | None = None  # recorded, replayed
 
 
-def against(recording: Recording, out: Sequence[Record], part: Part) -> list[Outcome]:
+def against(recording: Recording, out: list[Record], part: Part) -> list[Outcome]:
     """Holds a replay against what was recorded on the edges out of the part."""
     outcomes = []
     for edge in part.outward:

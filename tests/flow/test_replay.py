@@ -175,10 +175,16 @@ def test_a_cut_that_is_none(first: str, last: str, message: str, plan: Plan) -> 
 
 def test_a_loop_stays_whole() -> None:
     plan = load_plan(Path(__file__).parents[2] / "pipelines" / "quickstart.yaml")
-    part = cut(plan, "verify", "detokenize")
-    assert part.stages == ("decode", "verify", "detokenize")
-    assert [edge.name for edge in part.inward] == ["transfer -> decode"]
+    part = cut(plan, "prefill", "verify")
+    assert part.stages == ("prefill", "transfer", "decode", "verify")
+    assert [edge.name for edge in part.inward] == ["lookup -> prefill"]
     assert "decode -> verify" in header_of(plan, (), ()).skipped
+
+
+def test_keys_and_values_are_not_in_a_recording() -> None:
+    plan = load_plan(Path(__file__).parents[2] / "pipelines" / "quickstart.yaml")
+    with pytest.raises(FlowInferError, match="transfer -> decode carries keys and values"):
+        cut(plan, "verify", "detokenize")
 
 
 def test_batches_do_not_matter_to_what_is_said_of_a_request() -> None:
