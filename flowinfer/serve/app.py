@@ -27,6 +27,7 @@ from flowinfer.serve.openai.completions import CompletionRequest, completion_job
 from flowinfer.serve.openai.decode import decode
 from flowinfer.serve.openai.encode import encode
 from flowinfer.serve.openai.job import Job, Limits
+from flowinfer.serve.responses_api import ResponsesApi
 from flowinfer.serve.tokens import DetokenizeRequest, TokenizeRequest, Tokens, load_for
 
 if TYPE_CHECKING:
@@ -108,9 +109,14 @@ class App:
             Route("/detokenize", _Endpoint(self._detokenize), methods=["POST"]),
         ]
         if "openai" in self._gateway.config.apis:
+            responses = ResponsesApi(self._limits, self._gateway.config.max_body, self._answer, _json, _client.get)
             routes += [
                 Route("/v1/chat/completions", _Endpoint(self._chat), methods=["POST"]),
                 Route("/v1/completions", _Endpoint(self._completions), methods=["POST"]),
+                Route("/v1/responses", _Endpoint(responses.create), methods=["POST"]),
+                Route("/v1/responses/{id}", _Endpoint(responses.retrieve), methods=["GET"]),
+                Route("/v1/responses/{id}", _Endpoint(responses.delete), methods=["DELETE"]),
+                Route("/v1/responses/{id}/cancel", _Endpoint(responses.cancel), methods=["POST"]),
                 Route("/v1/models", _Endpoint(self._models), methods=["GET"]),
                 Route("/v1/models/{id:path}", _Endpoint(self._model), methods=["GET"]),
             ]
