@@ -22,8 +22,13 @@ ASK_TIMEOUT_S = 600.0
 @click.option("--set", "sets", multiple=True, metavar="PATH=VALUE", help="A value, as in stages.verify.with.tokens=3.")
 @click.option("--ask", metavar="TEXT", help="Send one chat once the service is ready, print the answer, keep running.")
 @click.option("--allow-local", is_flag=True, help="Run stages from local files (`use: ./my_stage.py:MyStage`).")
-def run(file: str, overlays: tuple[str, ...], sets: tuple[str, ...], ask: str | None, allow_local: bool) -> None:
+@click.option("--watch", "watching", is_flag=True, help="When a file is saved, show what it changes and ask.")
+def run(
+    file: str, overlays: tuple[str, ...], sets: tuple[str, ...], ask: str | None, allow_local: bool, watching: bool
+) -> None:
     """Start the service that FILE describes. Ctrl-C drains it, a second Ctrl-C stops it at once."""
+    from flowinfer.cli.rewire import source_of
+    from flowinfer.cli.watch import watch
     from flowinfer.graph import load_plan
     from flowinfer.runtime.models import fetch_models
     from flowinfer.runtime.supervisor import StartError, Supervisor
@@ -31,14 +36,20 @@ def run(file: str, overlays: tuple[str, ...], sets: tuple[str, ...], ask: str | 
     console = Console(stderr=True)
     plan = load_plan(file, overlays, sets, allow_local)
     fetch_models(plan)
+    source = source_of(file, overlays, sets, allow_local)
 
     def ready(address: str) -> None:
         click.echo(f"{plan.name} is ready at {address}" if address else f"{plan.name} is ready")
+        if watching:
+            watch(source)
         if ask is not None:
             # In a thread: the supervisor's loop has to go on meanwhile.
             threading.Thread(target=_ask, args=(address, ask), daemon=True, name="ask").start()
 
-    supervisor = Supervisor(plan, say=lambda line: console.print(line, highlight=False, markup=False), ready=ready)
+    def say(line: str) -> None:
+        console.print(line, highlight=False, markup=False)
+
+    supervisor = Supervisor(plan, say=say, ready=ready, source=source)
     try:
         supervisor.run()
     except StartError as error:

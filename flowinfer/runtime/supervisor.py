@@ -225,6 +225,7 @@ class Supervisor:
     def take_plan(self, plan: Plan, leaving: Collection[str] = ()) -> None:
         """Workers that start from now on run this plan; those that leave aren't started again."""
         self.plan = plan
+        self.load = LoadStage(Path(plan.file).parent, plan.allow_local)
         for name in leaving:
             self.children[name].leaving = True
 
@@ -244,7 +245,9 @@ class Supervisor:
             missing = plan.replicas - sum(child.name not in leaving for child in own)
             free = (number for number in itertools.count() if f"{worker}.{number}" not in self.children)
             for number in itertools.islice(free, max(0, missing)):
-                born.append(Child(f"{worker}.{number}", worker, number, on_trial=True))
+                born.append(
+                    Child(f"{worker}.{number}", worker, number, generation=self._last_generation, on_trial=True)
+                )
         for child in born:
             take_spare(self.arenas, child.name)
         for child in born:
@@ -272,19 +275,18 @@ class Supervisor:
                 if known:
                     self.tell_all(WorkerDown(worker=child.name, generation=generation))
             self.children.pop(child.name, None)
+            self._last_generation = max(self._last_generation, child.generation)  # peers refuse what is older
             give_spare_back(self.arenas, child.name)
 
     def check(self, plan: Plan) -> None:
         """Raises FlowInferError when this plan can't run here, as far as can be told before it starts."""
-        model_layouts(plan, self.load)
+        model_layouts(plan, LoadStage(Path(plan.file).parent, plan.allow_local))
 
     def start_anew(self, plan: Plan) -> None:
         """Starts all workers of a plan, with none left from before. Raises StartError."""
         self._serving = False
-        last = max((child.generation for child in self.children.values()), default=0)
-        self._last_generation = max(self._last_generation, last)
         self.close_arenas()
-        self.plan = plan
+        self.take_plan(plan)
         self.channel.raise_epoch(plan.epoch)
         self._layouts = model_layouts(plan, self.load)
         self.arenas = make_arenas(plan, self._layouts)

@@ -6,6 +6,7 @@ import gc
 import logging
 import math
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from flowinfer.channel import Channel, Endpoints, Received
 from flowinfer.codec import CodecError, Header
@@ -27,7 +28,7 @@ from flowinfer.message import (
 from flowinfer.runtime.events import SUPERVISOR, Change, Heartbeat, Opening, Regrant, Stop, Trouble
 from flowinfer.runtime.group import Group, Host
 from flowinfer.runtime.inbox import Account, Debt, Grants, Inbox
-from flowinfer.runtime.loading import Loader
+from flowinfer.runtime.loading import Loader, LoadStage
 from flowinfer.runtime.outbox import Outbox
 from flowinfer.runtime.rewire.graft import Layer
 from flowinfer.runtime.rewire.member import Member
@@ -247,6 +248,11 @@ class Worker(Group):
         self.emit(Moved(ids=moved, worker=self.name, generation=self.generation), self.front)
 
     # -- changes of the graph ------------------------------------------------------------------------------------------
+
+    def load_from(self, plan: Plan) -> None:
+        """Local files are found where this plan's file lies."""
+        if isinstance(self._load, LoadStage):
+            self._load = LoadStage(Path(plan.file).parent, plan.allow_local)
 
     def outbox_of(self, edge: str) -> Outbox:
         return self.outputs[edge]

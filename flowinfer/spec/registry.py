@@ -94,7 +94,7 @@ def _import_module(module: str, use: str) -> object:
 
 
 def _import_file(file: Path) -> object:
-    name = f"flowinfer_local_{file.stem}_{hashlib.sha256(str(file).encode()).hexdigest()[:8]}"
+    name = f"flowinfer_local_{file.stem}_{_version(file)}"
     if name in sys.modules:
         return sys.modules[name]
     # With a search path the file is a package, so that `from .policy import ...` finds its neighbours.
@@ -109,6 +109,12 @@ def _import_file(file: Path) -> object:
         del sys.modules[name]
         raise _broken(file.name, error) from error
     return module
+
+
+def _version(file: Path) -> str:
+    """Names a local file and its neighbours as they are now, so that code that was edited is imported anew."""
+    times = [(path.name, path.stat().st_mtime_ns) for path in sorted(file.parent.glob("*.py"))]
+    return hashlib.sha256(repr((str(file), times)).encode()).hexdigest()[:8]
 
 
 def _broken(what: str, error: BaseException) -> StageNotFound:

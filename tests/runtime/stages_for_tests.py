@@ -288,3 +288,27 @@ class LateAnswerer(Stage):
     def cancel(self, requests: Collection[str]) -> None:
         for request in requests:
             self.calls.pop(request, None)
+
+
+class BrokenAnswerer(LateAnswerer):
+    """Can't open."""
+
+    def open(self) -> None:
+        raise FileNotFoundError("there is no such model here")
+
+
+class HoldingAnswerer(LateAnswerer):
+    """Gives credit back only with the answer, so that it can't stand beside itself in one worker."""
+
+    class Config(LateAnswerer.Config):
+        def contract(self) -> Contract:
+            return Contract(held=frozenset({"calls"}))
+
+    def _answer(self, request: str) -> Iterable[Text]:
+        self.ctx.give_back("calls", request)
+        return super()._answer(request)
+
+    def cancel(self, requests: Collection[str]) -> None:
+        for request in set(requests) & self.calls.keys():
+            self.ctx.give_back("calls", request)
+        super().cancel(requests)

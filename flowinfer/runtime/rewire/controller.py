@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Iterable
+from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
@@ -30,6 +31,7 @@ from flowinfer.runtime.events import (
     Switched,
     Trouble,
 )
+from flowinfer.runtime.loading import LoadStage
 from flowinfer.runtime.rewire.journal import Journal
 from flowinfer.runtime.rewire.protocol import Source
 from flowinfer.runtime.rewire.restart import restart
@@ -78,7 +80,7 @@ class Controller:
 
     def plan(self, new: Plan) -> Diff:
         """What this plan would change. Raises FlowInferError when a stage can't be found."""
-        return compare(self.supervisor.plan, new, self.supervisor.load)
+        return compare(self.supervisor.plan, new, LoadStage(Path(new.file).parent, new.allow_local))
 
     def rollback(self, tell: Tell, *, drain_s: float | None = None, probation_s: float = 2.0) -> None:
         """Back to the plan before the last change. Raises Refused when there is none."""

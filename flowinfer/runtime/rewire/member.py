@@ -64,6 +64,7 @@ class Member:
         try:
             plan = msgspec.json.decode(event.plan, type=Plan)
             own = plan.workers[worker.worker].stages
+            worker.load_from(plan)
             graft = Graft(worker, plan, own, event.renew)
             graft.build()
         except Exception as error:  # whatever is wrong with it, what runs goes on

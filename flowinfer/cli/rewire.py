@@ -1,0 +1,289 @@
+"""Commands that change a running service: plan, apply, rollback, history, set, swap, scale, drain."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from flowinfer.errors import FlowInferError
+
+if TYPE_CHECKING:
+    from flowinfer.graph.diff import Change
+    from flowinfer.graph.plan import Plan
+    from flowinfer.runtime.rewire.protocol import Reply, Request, Source
+
+Decorated = Callable[..., Any]
+COLORS = {"live": "green", "warm": "cyan", "cold": "yellow", "refused": "red"}
+
+
+def _options(*decorators: Decorated) -> Callable[[Decorated], Decorated]:
+    def decorate(command: Decorated) -> Decorated:
+        for decorator in reversed(decorators):
+            command = decorator(command)
+        return command
+
+    return decorate
+
+
+_overlays = click.option("-o", "--overlay", "overlays", multiple=True, metavar="FILE", help="Lay this file over FILE.")
+_sets = click.option("--set", "sets", multiple=True, metavar="PATH=VALUE", help="Set one value of FILE.")
+_allow_local = click.option("--allow-local", is_flag=True, help="Let `use: ./file.py:Class` run code of local files.")
+_service = click.option("--service", default="", metavar="NAME", help="Of several running services, this one.")
+_yes = click.option("-y", "--yes", is_flag=True, help="Don't ask.")
+_drain = click.option(
+    "--drain", "drain_s", type=float, metavar="SECONDS", help="How long the old may end its requests; then they fail."
+)
+_asked = _options(_service, _yes, _drain)
+
+
+@click.command()
+@click.argument("file", type=click.Path())
+@click.argument("other", required=False, type=click.Path())
+@_options(_overlays, _sets, _allow_local, _service)
+@click.option("--json", "as_json", is_flag=True, help="Print the changes as JSON.")
+def plan(
+    file: str, other: str | None, overlays: Any, sets: Any, allow_local: bool, service: str, as_json: bool
+) -> None:
+    """Show what FILE would change in the running service, or what OTHER changes in FILE; change nothing.
+
+    -o and --set belong to the file that is new. Exit codes: 0 it can be done, 1 it is refused.
+    """
+    from flowinfer.runtime.rewire.protocol import Request
+
+    if other is None:
+        source = source_of(file, overlays, sets, allow_local)
+        reply = ask_service(_find(service, file), Request(do="plan", plan=load_source(source)))
+    else:
+        reply = _compare(
+            load_source(source_of(file, (), (), allow_local)),
+            load_source(source_of(other, overlays, sets, allow_local)),
+        )
+    click.echo(_as_json(reply) if as_json else render(reply))
+    if any(change.kind == "refused" for change in reply.changes):
+        click.get_current_context().exit(1)
+
+
+@click.command()
+@click.argument("file", type=click.Path())
+@_options(_overlays, _sets, _allow_local, _asked)
+def apply(
+    file: str, overlays: Any, sets: Any, allow_local: bool, service: str, yes: bool, drain_s: float | None
+) -> None:
+    """Make the running service run FILE."""
+    source = source_of(file, overlays, sets, allow_local)
+    change(_find(service, file), load_source(source), source, f"apply {file}", yes=yes, drain_s=drain_s)
+
+
+@click.command("set")
+@click.argument("values", nargs=-1, required=True, metavar="PATH=VALUE...")
+@_asked
+def set_values(values: tuple[str, ...], service: str, yes: bool, drain_s: float | None) -> None:
+    """Set values of the running service, as in `flowinfer set stages.prefill.with.step_budget=30ms`."""
+    _set(values, f"set {' '.join(values)}", service, yes, drain_s)
+
+
+@click.command()
+@click.argument("stage")
+@click.argument("kind", required=False)
+@click.option("--with", "settings", multiple=True, metavar="KEY=VALUE", help="A setting of the new stage.")
+@_asked
+def swap(
+    stage: str, kind: str | None, settings: tuple[str, ...], service: str, yes: bool, drain_s: float | None
+) -> None:
+    """Replace STAGE by one of KIND; without KIND, by a fresh one of its own kind, with its code as it is now."""
+    if kind is None:
+        _renew(stage, f"swap {stage}", service, drain_s)
+    else:
+        values = (f"stages.{stage}.use={kind}", *(f"stages.{stage}.with.{setting}" for setting in settings))
+        _set(values, f"swap {stage} {kind}", service, yes, drain_s)
+
+
+@click.command()
+@click.argument("stage")
+@click.argument("replicas", type=click.IntRange(1))
+@_asked
+def scale(stage: str, replicas: int, service: str, yes: bool, drain_s: float | None) -> None:
+    """Run as many replicas of STAGE's worker."""
+    running = _current(service)
+    workers = {name: found.worker for name, found in _plan_of(running).stages.items()}
+    worker = workers.get(stage, stage if stage in _plan_of(running).workers else "")
+    if not worker:
+        raise FlowInferError(f"There is no stage {stage!r}.", help=f"Stages: {', '.join(workers)}.")
+    _set((f"workers.{worker}.replicas={replicas}",), f"scale {stage} {replicas}", service, yes, drain_s)
+
+
+@click.command()
+@click.argument("stage")
+@_asked
+def drain(stage: str, service: str, yes: bool, drain_s: float | None) -> None:
+    """Let STAGE end what it has and go, with a fresh one in its place from now on."""
+    _renew(stage, f"drain {stage}", service, drain_s)
+
+
+@click.command()
+@_asked
+def rollback(service: str, yes: bool, drain_s: float | None) -> None:
+    """Go back to what ran before the last change."""
+    from flowinfer.runtime.rewire.protocol import Request
+
+    ask_service(_find(service), Request(do="rollback", drain_s=drain_s))
+    click.echo("Done.")
+
+
+@click.command()
+@_service
+@click.option("--name", default="", help="Of a service that doesn't run any more.")
+def history(service: str, name: str) -> None:
+    """Show the journal of changes, the newest last."""
+    from flowinfer.runtime.rewire.journal import Journal
+    from flowinfer.runtime.rewire.protocol import Request
+
+    steps = Journal(name).read() if name else ask_service(_find(service), Request(do="history")).steps
+    for step in steps:
+        when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(step.at))
+        click.echo(f"{when}  change {step.change:<3} epoch {step.epoch:<3} {step.step:<10} {step.text}".rstrip())
+
+
+# ------------------------------------------------------------------------------------------------------------ the parts
+
+
+def change(
+    folder: Path, plan: Plan, source: Source, note: str, *, yes: bool = False, drain_s: float | None = None
+) -> None:
+    """Shows what a plan changes in a service and, once that is wanted, changes it. Raises FlowInferError if refused."""
+    from flowinfer.runtime.rewire.protocol import Request
+
+    reply = ask_service(folder, Request(do="plan", plan=plan))
+    click.echo(render(reply))
+    if not reply.changes or any(found.kind == "refused" for found in reply.changes):
+        click.get_current_context().exit(1 if reply.changes else 0)
+    if all(found.kind == "live" for found in reply.changes) or yes or _wants():
+        request = Request(do="apply", plan=plan, source=source, note=note, drain_s=drain_s)
+        done = ask_service(folder, request)
+        click.echo(f"Done: epoch {done.plan.epoch}." if done.plan else "Done.")
+
+
+def _wants() -> bool:
+    import sys
+
+    if sys.stdin.isatty():
+        return click.confirm("Change the service?", default=True)
+    raise FlowInferError("This isn't only live, and there is nobody to ask.", help="Add --yes.")
+
+
+def _set(values: Iterable[str], note: str, service: str, yes: bool, drain_s: float | None) -> None:
+    """Adds values to what the service was started from."""
+    from msgspec.structs import replace
+
+    running = _current(service)
+    source = _source_of(running)
+    if load_source(source).digest != _plan_of(running).digest:
+        help = f"See `flowinfer plan {source.file}`, and apply that first."
+        raise FlowInferError(f"{source.file} was edited since the service took it.", help=help)
+    source = replace(source, sets=(*source.sets, *values))
+    change(_find(service), load_source(source), source, note, yes=yes, drain_s=drain_s)
+
+
+def _renew(stage: str, note: str, service: str, drain_s: float | None) -> None:
+    from flowinfer.runtime.rewire.protocol import Request
+
+    running, folder = _current(service), _find(service)
+    request = Request(
+        do="apply", plan=_plan_of(running), source=_source_of(running), renew=(stage,), note=note, drain_s=drain_s
+    )
+    ask_service(folder, request)
+    click.echo("Done.")
+
+
+def source_of(file: str, overlays: Iterable[str], sets: Iterable[str], allow_local: bool) -> Source:
+    from flowinfer.runtime.rewire.protocol import Source
+
+    paths = tuple(str(Path(overlay).resolve()) for overlay in overlays)
+    return Source(file=str(Path(file).resolve()), overlays=paths, sets=tuple(sets), allow_local=allow_local)
+
+
+def load_source(source: Source) -> Plan:
+    from flowinfer.graph import load_plan
+
+    return load_plan(source.file, source.overlays, source.sets, source.allow_local)
+
+
+def _find(service: str, file: str = "") -> Path:
+    from flowinfer.runtime.rewire.control import find
+
+    return find(file=str(Path(file).resolve()) if file else "", service=service)[1]
+
+
+def _current(service: str) -> Reply:
+    from flowinfer.runtime.rewire.protocol import Request
+
+    return ask_service(_find(service), Request(do="status"))
+
+
+def _plan_of(reply: Reply) -> Plan:
+    assert reply.plan is not None, "a service tells its plan"
+    return reply.plan
+
+
+def _source_of(reply: Reply) -> Source:
+    assert reply.source is not None, "a service tells its source"
+    return reply.source
+
+
+def ask_service(folder: Path, request: Request) -> Reply:
+    """The last reply; the lines before it are printed as they come. Raises FlowInferError when it says no."""
+    from flowinfer.runtime.rewire.control import ask
+
+    for reply in ask(folder, request):
+        if reply.last:
+            if not reply.ok:
+                raise FlowInferError(reply.text, help=reply.help)
+            return reply
+        click.echo(reply.text)
+    raise FlowInferError("The service gave no answer.")
+
+
+def _compare(old: Plan, new: Plan) -> Reply:
+    from flowinfer.graph.diff import compare
+    from flowinfer.runtime.loading import LoadStage
+    from flowinfer.runtime.rewire.protocol import Reply
+
+    load = LoadStage(Path(new.file).parent, new.allow_local or old.allow_local)
+    diff = compare(old, new, load)
+    return Reply(last=True, changes=diff.changes, kept=diff.kept, gap="a start" if diff.kind == "cold" else "none")
+
+
+def render(reply: Reply) -> str:
+    """The changes as a table, with what they cost."""
+    if not reply.changes:
+        return "Nothing differs."
+    rows = [_row(change) for change in reply.changes]
+    widths = [max(len(row[i]) for row in rows) for i in (0, 1)]
+    lines = []
+    for change, (kind, path, values) in zip(reply.changes, rows, strict=True):
+        word = click.style(kind.ljust(widths[0]), fg=COLORS[kind], bold=True)
+        lines += [f"{word}  {path.ljust(widths[1])}  {values}", f"{'':{widths[0]}}    {change.how}"]
+    lines += [f"kept     {line}" for line in reply.kept]
+    memory = f"about {reply.memory_bytes / 2**20:.0f} MiB more while both run" if reply.memory_bytes else "as now"
+    return "\n".join([*lines, "", f"memory peak: {memory}; gap for new requests: {reply.gap}"])
+
+
+def _row(change: Change) -> tuple[str, str, str]:
+    return change.kind, change.path, f"{_short(change.before)} -> {_short(change.after)}"
+
+
+def _short(value: Any) -> str:
+    text = value if isinstance(value, str) else json.dumps(value, default=str)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def _as_json(reply: Reply) -> str:
+    import msgspec
+
+    keys = ("changes", "kept", "memory_bytes", "gap")
+    return msgspec.json.format(msgspec.json.encode({key: getattr(reply, key) for key in keys}), indent=2).decode()

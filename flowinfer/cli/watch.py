@@ -1,0 +1,66 @@
+"""`flowinfer run --watch`: shows what a saved file changes, and asks whether to change the service."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from flowinfer.cli.rewire import ask_service, load_source, render
+from flowinfer.errors import FlowInferError
+
+if TYPE_CHECKING:
+    from flowinfer.runtime.rewire.protocol import Source
+
+LOOK_S = 0.5
+
+
+def watch(source: Source) -> None:
+    """Looks at the files from now on, in a thread of its own."""
+    threading.Thread(target=_watch, args=(source,), daemon=True, name="watch").start()
+
+
+def _watch(source: Source) -> None:
+    seen = _times(source)
+    while True:
+        time.sleep(LOOK_S)
+        now = _times(source)
+        if now != seen:
+            seen = now
+            try:
+                _offer(source)
+            except FlowInferError as error:
+                click.echo(f"{error}", err=True)
+
+
+def _times(source: Source) -> dict[str, int]:
+    """When each file that the pipeline is read from was written; what can't be read now is left out."""
+    from flowinfer.spec import load
+
+    try:
+        files = load(source.file, source.overlays, source.sets, source.allow_local).sources
+    except FlowInferError:
+        files = dict.fromkeys((source.file, *source.overlays), "")
+    return {file: Path(file).stat().st_mtime_ns for file in files if Path(file).exists()}
+
+
+def _offer(source: Source) -> None:
+    from flowinfer.runtime.rewire.control import running
+    from flowinfer.runtime.rewire.protocol import Request
+
+    folder = next(folder for service, folder in running() if service.pid == os.getpid())
+    plan = load_source(source)
+    reply = ask_service(folder, Request(do="plan", plan=plan))
+    click.echo(render(reply))
+    if not reply.changes or any(change.kind == "refused" for change in reply.changes):
+        return
+    if not sys.stdin.isatty():
+        click.echo(f"`flowinfer apply {source.file}` makes these changes.")
+    elif click.confirm("Change the service?", default=True):
+        ask_service(folder, Request(do="apply", plan=plan, source=source, note="saved"))
+        click.echo("Done.")
