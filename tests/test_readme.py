@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+from flowinfer.engine import hub
+from flowinfer.errors import FlowInferError
 from flowinfer.graph.checker import check
 from flowinfer.graph.drawing import draw
 from flowinfer.runtime.local import LocalService
@@ -89,3 +95,35 @@ def test_every_command_of_the_readme_exists() -> None:
 def test_links_lead_somewhere() -> None:
     links = re.findall(r"\]\(([^)#:]+)\)", README)
     assert [link for link in links if not (ROOT / link).exists()] == []
+
+
+def run_block(mark: str, folder: Path, *more: str) -> subprocess.CompletedProcess[str]:
+    """Runs a block of one command as it stands, in a folder of its own beside the pipelines."""
+    program, *arguments = shlex.split(block(mark).replace("\\\n", " "))
+    assert program == "flowinfer"
+    if not (folder / "pipelines").exists():
+        (folder / "pipelines").symlink_to(ROOT / "pipelines")
+    words = [sys.executable, "-m", "flowinfer", *arguments, *more]
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    return subprocess.run(words, cwd=folder, capture_output=True, text=True, check=False, env=env)
+
+
+def test_a_stage_authors_day_begins(tmp_path: Path) -> None:
+    assert "flowinfer test my_router" in run_block("day: new", tmp_path).stdout
+    tested = run_block("day: test", tmp_path)
+    assert tested.returncode == 0, tested.stdout + tested.stderr
+    assert "2 passed" in tested.stdout
+
+
+@pytest.mark.model
+def test_a_stage_authors_day_ends_with_a_verdict(tmp_path: Path) -> None:
+    try:
+        hub.resolve("smollm2-135m")
+    except FlowInferError as error:
+        pytest.skip(str(error))
+    run_block("day: new", tmp_path)
+    (tmp_path / "few.jsonl").write_text('{"chat": "Hello", "max_tokens": 2}\n{"prompt": "One two", "max_tokens": 2}\n')
+    compared = run_block("day: compare", tmp_path, "--rounds", "1", "--on", "few.jsonl")
+    assert compared.returncode == 0, compared.stdout + compared.stderr
+    assert "95 % interval" in compared.stdout
+    assert (tmp_path / "report.html").read_text().startswith("<!doctype html>")
