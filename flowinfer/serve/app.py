@@ -21,6 +21,7 @@ from flowinfer.observe import exposition, metrics
 from flowinfer.serve.access import KEYS_VARIABLE, Access, tenant_salt
 from flowinfer.serve.asgi import Disconnected, Headers, Receive, Scope, Send, header, read_body, respond, respond_error
 from flowinfer.serve.endpoint import Answer
+from flowinfer.serve.files_api import FilesApi
 from flowinfer.serve.mailbox import Mailbox
 from flowinfer.serve.openai.chat import ChatRequest, chat_job
 from flowinfer.serve.openai.completions import CompletionRequest, completion_job
@@ -100,7 +101,7 @@ class App:
     # ------------------------------------------------------------------------------------------------------ endpoints
 
     def _routes(self) -> list[BaseRoute]:
-        routes = [
+        routes: list[BaseRoute] = [
             Route("/health", _Endpoint(self._health), methods=["GET"]),
             Route("/ready", _Endpoint(self._ready), methods=["GET"]),
             Route("/version", _Endpoint(self._version), methods=["GET"]),
@@ -109,10 +110,12 @@ class App:
             Route("/detokenize", _Endpoint(self._detokenize), methods=["POST"]),
         ]
         if "openai" in self._gateway.config.apis:
-            responses = ResponsesApi(self._limits, self._gateway.config.max_body, self._answer, _json, _client.get)
+            config = self._gateway.config
+            responses = ResponsesApi(self._limits, config.max_body, self._answer, _json, _client.get)
             routes += [
                 Route("/v1/chat/completions", _Endpoint(self._chat), methods=["POST"]),
                 Route("/v1/completions", _Endpoint(self._completions), methods=["POST"]),
+                *FilesApi(self._limits, config.max_body, self._answer, _json, _client.get).routes(_Endpoint),
                 Route("/v1/responses", _Endpoint(responses.create), methods=["POST"]),
                 Route("/v1/responses/{id}", _Endpoint(responses.retrieve), methods=["GET"]),
                 Route("/v1/responses/{id}", _Endpoint(responses.delete), methods=["DELETE"]),
@@ -120,7 +123,7 @@ class App:
                 Route("/v1/models", _Endpoint(self._models), methods=["GET"]),
                 Route("/v1/models/{id:path}", _Endpoint(self._model), methods=["GET"]),
             ]
-        return list(routes)
+        return routes
 
     async def _chat(self, scope: Scope, receive: Receive, send: Send, headers: Headers) -> None:
         body = await read_body(scope, receive, self._gateway.config.max_body)

@@ -62,8 +62,12 @@ def job_of(line: BatchLine, limits: Limits) -> Job:
 
 def success(custom_id: str, job: Job, pieces: list[list[Piece]]) -> bytes:
     """The output line of an answer; pieces[i] are those of choice i."""
-    body = msgspec.Raw(job.writer.whole([joined(choice) for choice in pieces]))
-    return _encoded(custom_id, {"status_code": 200, "request_id": job.id, "body": body})
+    return answered(custom_id, job.id, job.writer.whole([joined(choice) for choice in pieces]))
+
+
+def answered(custom_id: str, request_id: str, body: bytes) -> bytes:
+    """The output line of an answer that is written already."""
+    return _encoded(custom_id, {"status_code": 200, "request_id": request_id, "body": msgspec.Raw(body)})
 
 
 def failure(custom_id: str, request_id: str, error: RequestError) -> bytes:
