@@ -9,6 +9,7 @@ import time
 import uuid
 from collections.abc import Awaitable, Callable
 from contextvars import ContextVar
+from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 from starlette.exceptions import HTTPException
@@ -19,6 +20,7 @@ from flowinfer.errors import RequestError
 from flowinfer.message import Piece
 from flowinfer.observe import exposition, metrics
 from flowinfer.serve.access import KEYS_VARIABLE, Access, tenant_salt
+from flowinfer.serve.anthropic.messages import Conversation, MessageRequest, message_job, render
 from flowinfer.serve.asgi import Disconnected, Headers, Receive, Scope, Send, header, read_body, respond, respond_error
 from flowinfer.serve.endpoint import Answer
 from flowinfer.serve.files_api import FilesApi
@@ -39,6 +41,9 @@ Sink = Callable[[Piece | RequestError], None]
 READER_GRACE_S = 60.0  # for a client to read an answer that ended at the last moment; then it's dropped
 PROBE_TIMEOUT_S = 5.0  # a worker loop that doesn't answer in this time admits nothing either
 _REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,128}")
+_CACHE_WORD = re.compile(rb"[A-Za-z0-9_-]{1,64}")
+CACHE_CLASS = b"x-cache-class"
+MESSAGES = "/v1/messages"
 _OPEN_PATHS = {"/health", "/ready", "/version", "/metrics"}  # probes and scrapers have no key
 _client: ContextVar[str] = ContextVar("client", default="")  # name of the key that the current request came with
 _log = metrics.counter("http_responses_total")
@@ -62,7 +67,9 @@ class App:
         scope["app"] = self
         scope["request_id"] = request_id(scope)
         headers = [(b"x-request-id", scope["request_id"])]
-        counted = _Counted(send)
+        counted, is_anthropic = _Counted(send), scope["path"].startswith(MESSAGES)
+        if is_anthropic:
+            headers.append((b"request-id", scope["request_id"]))  # the name that Anthropic's clients know
         client = ""
         try:
             client = self._enter(scope)
@@ -70,13 +77,15 @@ class App:
         except Disconnected:
             return
         except RequestError as error:
-            await respond_error(counted, error, headers)
+            await respond_error(counted, error, headers, anthropic=is_anthropic)
         except HTTPException as error:
-            await respond_error(counted, _method_error(scope, error), [*headers, *_raw(error)])
+            error_headers = [*headers, *_raw(error)]
+            await respond_error(counted, _method_error(scope, error), error_headers, anthropic=is_anthropic)
         except Exception as error:
             if not counted.started:
                 message = f"The server broke: {type(error).__name__}."
-                await respond_error(counted, RequestError(500, message, code="internal_error"), headers)
+                broken = RequestError(500, message, code="internal_error")
+                await respond_error(counted, broken, headers, anthropic=is_anthropic)
             raise
         finally:
             self._access.leave(client)
@@ -123,17 +132,35 @@ class App:
                 Route("/v1/models", _Endpoint(self._models), methods=["GET"]),
                 Route("/v1/models/{id:path}", _Endpoint(self._model), methods=["GET"]),
             ]
+        if "anthropic" in self._gateway.config.apis:
+            routes += [
+                Route(MESSAGES, _Endpoint(self._messages), methods=["POST"]),
+                Route(f"{MESSAGES}/count_tokens", _Endpoint(self._count_tokens), methods=["POST"]),
+            ]
+            if "openai" not in self._gateway.config.apis:
+                routes.append(Route("/v1/models", _Endpoint(self._models), methods=["GET"]))
         return routes
 
     async def _chat(self, scope: Scope, receive: Receive, send: Send, headers: Headers) -> None:
         body = await read_body(scope, receive, self._gateway.config.max_body)
         job = chat_job(decode(ChatRequest, body), f"chatcmpl-{uuid.uuid4().hex}", self._limits)
-        await self._answer(job, receive, send, headers)
+        await self._answer(_classed(job, scope), receive, send, headers)
 
     async def _completions(self, scope: Scope, receive: Receive, send: Send, headers: Headers) -> None:
         body = await read_body(scope, receive, self._gateway.config.max_body)
         job = completion_job(decode(CompletionRequest, body), f"cmpl-{uuid.uuid4().hex}", self._limits)
-        await self._answer(job, receive, send, headers)
+        await self._answer(_classed(job, scope), receive, send, headers)
+
+    async def _messages(self, scope: Scope, receive: Receive, send: Send, headers: Headers) -> None:
+        body = await read_body(scope, receive, self._gateway.config.max_body)
+        job = message_job(decode(MessageRequest, body), f"msg_{uuid.uuid4().hex}", self._limits)
+        await self._answer(_classed(job, scope), receive, send, [*headers, (b"request-id", scope["request_id"])])
+
+    async def _count_tokens(self, scope: Scope, receive: Receive, send: Send, headers: Headers) -> None:
+        body = await read_body(scope, receive, self._gateway.config.max_body)
+        chat = render(decode(Conversation, body), self._limits)
+        count = await self._tokens.count(chat.messages, chat.tools, chat.template_args)
+        await _json(send, {"input_tokens": count}, [*headers, (b"request-id", scope["request_id"])])
 
     def _answer(self, job: Job, receive: Receive, send: Send, headers: Headers) -> Awaitable[None]:
         config = self._gateway.config
@@ -143,7 +170,8 @@ class App:
 
     async def _models(self, scope: Scope, receive: Receive, send: Send, headers: Headers) -> None:
         data = [self._card(model) for model in self._limits.models]
-        await _json(send, {"object": "list", "data": data}, headers)
+        ends = {"first_id": data[0]["id"], "last_id": data[-1]["id"]} if data else {}
+        await _json(send, {"object": "list", "data": data, "has_more": False} | ends, headers)
 
     async def _model(self, scope: Scope, receive: Receive, send: Send, headers: Headers) -> None:
         id = scope["path_params"]["id"]
@@ -197,7 +225,9 @@ class App:
             return RequestError(503, f"The front worker hasn't answered for {PROBE_TIMEOUT_S:g} s.")
 
     def _card(self, model: str) -> dict[str, Any]:
-        return {"id": model, "object": "model", "created": self._started, "owned_by": "flowinfer"}
+        card = {"id": model, "object": "model", "created": self._started, "owned_by": "flowinfer"}
+        since = datetime.fromtimestamp(self._started, UTC).isoformat()
+        return card | {"type": "model", "display_name": model, "created_at": since}  # these are Anthropic's
 
 
 class _Endpoint:
@@ -246,6 +276,16 @@ async def _unknown_path(scope: Scope, receive: Receive, send: Send) -> None:
 def _method_error(scope: Scope, error: HTTPException) -> RequestError:
     message = f"{scope['method']} is not allowed on {scope['path']}."
     return RequestError(error.status_code, message, code="method_not_allowed")
+
+
+def _classed(job: Job, scope: Scope) -> Job:
+    """The job, its calls in the cache class that a header names: what proxies know of traffic beats what bodies say."""
+    given = header(scope, CACHE_CLASS)
+    if given and not _CACHE_WORD.fullmatch(given):
+        raise RequestError(400, f"The header {CACHE_CLASS.decode()} takes up to 64 letters, digits, - and _.")
+    for call in job.calls:
+        call.cache_class = given.decode() or call.cache_class
+    return job
 
 
 def _raw(error: HTTPException) -> Headers:

@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 
 from flowinfer.errors import RequestError
+from flowinfer.serve.anthropic import errors
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -79,14 +80,19 @@ async def respond(send: Send, status: int, body: bytes, headers: Iterable[tuple[
     await send({"type": "http.response.body", "body": body})
 
 
-async def respond_error(send: Send, error: RequestError, headers: Headers | None = None) -> None:
-    """Sends an error in the shape that OpenAI clients read, with Retry-After where known."""
+async def respond_error(
+    send: Send, error: RequestError, headers: Headers | None = None, *, anthropic: bool = False
+) -> None:
+    """Sends an error in the shape that OpenAI's or Anthropic's clients read, with Retry-After where known."""
     extra = [JSON, *(headers or [])]
     if error.retry_after_s is not None:
         extra.append((b"retry-after", str(max(1, math.ceil(error.retry_after_s))).encode()))
     if error.status in (408, 413, 415):
         extra.append((b"connection", b"close"))  # the rest of the body stays unread
-    await respond(send, error.status, error_body(error), extra)
+    if anthropic:
+        await respond(send, errors.status_of(error), errors.error_body(error), extra)
+    else:
+        await respond(send, error.status, error_body(error), extra)
 
 
 def error_body(error: RequestError) -> bytes:

@@ -9,11 +9,9 @@ from typing import Protocol
 
 from flowinfer.errors import RequestError
 from flowinfer.message import Piece
-from flowinfer.serve.asgi import JSON, SSE, Disconnected, Headers, Receive, Send, disconnection, error_body, respond
+from flowinfer.serve.asgi import JSON, SSE, Disconnected, Headers, Receive, Send, disconnection, respond
 from flowinfer.serve.mailbox import Mailbox, joined
 from flowinfer.serve.openai.job import Job
-
-KEEP_ALIVE = b": keep-alive\n\n"
 
 
 class Front(Protocol):
@@ -84,12 +82,14 @@ class Answer:
                 if not self._unfinished:
                     break
                 if out or not pieces:
-                    await send({"type": "http.response.body", "body": out or KEEP_ALIVE, "more_body": True})
+                    await send(
+                        {"type": "http.response.body", "body": out or self._job.writer.idle(), "more_body": True}
+                    )
                     out = b""
                 while (pieces := self._take()) is None:
                     await self._mailbox.news()
-        except RequestError as error:  # the status line is long gone: the stream says it, and ends without [DONE]
-            await send({"type": "http.response.body", "body": out + b"data: " + error_body(error) + b"\n\n"})
+        except RequestError as error:  # the status line is long gone: the stream says it
+            await send({"type": "http.response.body", "body": out + self._job.writer.failure(error)})
             return
         out += self._job.writer.closing([self._last[index] for index in range(len(self._last))])
         await send({"type": "http.response.body", "body": out})

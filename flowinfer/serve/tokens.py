@@ -13,6 +13,7 @@ from flowinfer.engine.hub import resolve
 from flowinfer.errors import FlowInferError, RequestError
 from flowinfer.serve.openai.fields import in_range, invalid
 from flowinfer.stages.recipe_tokenize import policy
+from flowinfer.stages.recipe_tokenize.reply import habits_of
 from flowinfer.text.tokenizer import TextTokenizer, load_tokenizer
 
 
@@ -65,6 +66,15 @@ class Tokens:
             in_range("tokens", index, 0, tokenizer.vocab_size - 1)
         return {"prompt": b"".join(map(tokenizer.token_bytes, request.tokens)).decode("utf-8", "replace")}
 
+    async def count(
+        self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, args: dict[str, Any]
+    ) -> int:
+        """Tokens that a chat has as a prompt. Raises RequestError."""
+        tokenizer = await self._get()
+        habits = habits_of(tokenizer, "auto", "auto")
+        habits.check_tools(tools)
+        return len(await asyncio.to_thread(_chat_ids, tokenizer, messages, tools, habits.arguments(args)))
+
     async def _get(self) -> TextTokenizer:
         async with self._lock:
             if self._tokenizer is None:
@@ -74,16 +84,22 @@ class Tokens:
 
 def _encode(tokenizer: TextTokenizer, request: TokenizeRequest) -> list[int]:
     if request.messages is not None:
-        messages, args = policy.normalize(request.messages), dict(request.chat_template_kwargs or {})
+        messages, args = request.messages, dict(request.chat_template_kwargs or {})
         if taken := {"messages", "tools"} & args.keys():
             raise invalid(f"chat_template_kwargs.{min(taken)}", "is set by the service.")
         if request.add_generation_prompt is not None:
             args["add_generation_prompt"] = request.add_generation_prompt
-        return [int(i) for i in tokenizer.encode_segments(tokenizer.render(messages, request.tools, **args))]
+        return _chat_ids(tokenizer, messages, request.tools, args)
     assert request.prompt is not None, "one of the two is there"
     if request.add_special_tokens is False:
         return [int(index) for index in tokenizer.encode_plain(request.prompt)]
     return [int(index) for index in tokenizer.encode_prompt(request.prompt)]
+
+
+def _chat_ids(
+    tokenizer: TextTokenizer, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, args: dict[str, Any]
+) -> list[int]:
+    return [int(i) for i in tokenizer.encode_segments(tokenizer.render(policy.normalize(messages), tools, **args))]
 
 
 def load_for(models: tuple[str, ...], template: str | None) -> TextTokenizer:

@@ -18,7 +18,7 @@ from flowinfer.serve.gateway import Gateway, GatewayConfig
 from flowinfer.text.reply import Delta, open_parser
 
 WAIT_S = 10.0
-Auto = Callable[[Call], Iterable[Piece]]
+Auto = Callable[[Call], Iterable[Piece | Event]]
 
 
 class FakeClock:

@@ -8,9 +8,10 @@ from typing import Any
 
 from flowinfer.message import CallPart, Finish, Piece
 from flowinfer.serve.openai.encode import DONE, SPOT, chat_logprobs, encode, finish_of, finishes, halves, usage_of
+from flowinfer.serve.openai.job import OpenAIEvents
 
 
-class ChatWriter:
+class ChatWriter(OpenAIEvents):
     """Writes one request's answer. parallel=False: of several calls in an answer, only the first is told."""
 
     def __init__(self, id: str, model: str, include_usage: bool, logprobs: bool, parallel: bool = True) -> None:

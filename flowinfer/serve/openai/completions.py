@@ -24,7 +24,7 @@ from flowinfer.serve.openai.fields import (
     sampling_of,
 )
 from flowinfer.serve.openai.grammar import grammar_of
-from flowinfer.serve.openai.job import Job, Limits, seed_of_choice
+from flowinfer.serve.openai.job import Job, Limits, OpenAIEvents, seed_of_choice
 
 DEFAULT_MAX_TOKENS = 16  # as in the OpenAI API
 MAX_LOGPROBS = 5
@@ -63,7 +63,7 @@ def completion_job(request: CompletionRequest, id: str, limits: Limits) -> Job:
     return Job(id, calls, bool(request.stream), writer)
 
 
-class CompletionWriter:
+class CompletionWriter(OpenAIEvents):
     """Writes completions and their chunks. prefixes[i] is what is echoed before choice i."""
 
     def __init__(

@@ -7,7 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from flowinfer.errors import RequestError
 from flowinfer.message import Call, Piece
+from flowinfer.serve.asgi import error_body
+
+KEEP_ALIVE = b": keep-alive\n\n"
 
 
 class Writer(Protocol):
@@ -24,6 +28,22 @@ class Writer(Protocol):
 
     def whole(self, pieces: Sequence[Piece]) -> bytes:
         """The body of an answer that isn't streamed; pieces[i] is all of choice i."""
+
+    def idle(self) -> bytes:
+        """A sign of life while there is nothing to say."""
+
+    def failure(self, error: RequestError) -> bytes:
+        """The last event of a stream that broke."""
+
+
+class OpenAIEvents:
+    """What OpenAI's streams have in common: comments keep them alive, an error is data, and ends without [DONE]."""
+
+    def idle(self) -> bytes:
+        return KEEP_ALIVE
+
+    def failure(self, error: RequestError) -> bytes:
+        return b"data: " + error_body(error) + b"\n\n"
 
 
 @dataclass(frozen=True)

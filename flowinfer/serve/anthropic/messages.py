@@ -1,0 +1,160 @@
+"""Anthropic's Messages API: checks a request and turns it into a call."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from flowinfer.message import Call, Sampling
+from flowinfer.serve.anthropic.blocks import Block, Content, messages_of, system_text
+from flowinfer.serve.anthropic.writer import MessageWriter
+from flowinfer.serve.openai.fields import MAX_STOP, MAX_TOKEN_ID, check_model, in_range, invalid, refuse, unsupported
+from flowinfer.serve.openai.job import Job, Limits, draw_seed
+
+
+class Turn(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """One message of a conversation."""
+
+    role: str
+    content: Content
+
+
+class Conversation(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """What /v1/messages and /v1/messages/count_tokens both take."""
+
+    model: str
+    messages: list[Turn]
+    system: Content | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: dict[str, Any] | None = None
+    thinking: dict[str, Any] | None = None
+    cache_control: dict[str, Any] | None = None
+    output_config: dict[str, Any] | None = None
+    context_management: Any = None
+    mcp_servers: Any = None
+    speed: str | None = None
+    user_profile_id: str | None = None
+    workspace_id: str | None = None
+
+
+class MessageRequest(Conversation, forbid_unknown_fields=True, kw_only=True):
+    """The body of /v1/messages: every field that the official client sends."""
+
+    max_tokens: int
+    stop_sequences: list[str] | None = None
+    stream: bool | None = None
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    metadata: dict[str, Any] | None = None
+    service_tier: str | None = None
+    container: Any = None
+    diagnostics: Any = None
+    inference_geo: str | None = None
+
+
+# What each field may say without changing the answer. metadata, user_profile_id and workspace_id only label a request;
+# cache_control asks for what is done anyway.
+_NEUTRAL: tuple[tuple[str, tuple[Any, ...]], ...] = (
+    ("output_config", ({},)),
+    ("context_management", ()),
+    ("mcp_servers", ([],)),
+    ("speed", ("standard",)),
+)
+_NEUTRAL_ALONE: tuple[tuple[str, tuple[Any, ...]], ...] = (
+    ("service_tier", ("auto", "standard_only")),
+    ("container", ()),
+    ("diagnostics", ()),
+    ("inference_geo", ()),
+)
+
+
+class Rendered(msgspec.Struct):
+    """A conversation as the pipeline takes it."""
+
+    messages: list[dict[str, Any]]
+    tools: list[dict[str, Any]] | None
+    template_args: dict[str, Any]
+
+
+def message_job(request: MessageRequest, id: str, limits: Limits) -> Job:
+    """The call of a request. Raises RequestError naming the field that is wrong or can't be honoured."""
+    rendered = render(request, limits)
+    refuse(request, _NEUTRAL_ALONE)
+    call = Call(
+        id=id,
+        sampling=_sampling(request),
+        messages=rendered.messages,
+        tools=rendered.tools,
+        cache_class="agent" if request.tools else "chat",
+        template_args=rendered.template_args,
+    )
+    parallel = not (request.tool_choice or {}).get("disable_parallel_tool_use")
+    return Job(id, [call], bool(request.stream), MessageWriter(id, request.model, parallel=parallel))
+
+
+def render(request: Conversation, limits: Limits) -> Rendered:
+    """The conversation with its tools. Raises RequestError naming the field at fault."""
+    check_model(request.model, limits)
+    refuse(request, _NEUTRAL)
+    if not request.messages:
+        raise invalid("messages", "needs at least one message.")
+    if request.messages[-1].role == "assistant":
+        raise unsupported("messages", "ends with the assistant: continuing a given answer is not supported")
+    messages = messages_of([(turn.role, turn.content) for turn in request.messages])
+    if request.system:
+        messages = [{"role": "system", "content": system_text(request.system)}, *messages]
+    has_tools = any(message["role"] == "tool" or "tool_calls" in message for message in messages)
+    if (request.tools or has_tools) and not limits.tools:
+        raise unsupported("tools")
+    return Rendered(messages, _tools(request), {"reasoning_effort": "high" if _thinks(request) else "none"})
+
+
+def _sampling(request: MessageRequest) -> Sampling:
+    in_range("max_tokens", request.max_tokens, 1, MAX_TOKEN_ID)
+    in_range("temperature", request.temperature, 0, 1)
+    in_range("top_p", request.top_p, 0, 1, open_low=True)
+    in_range("top_k", request.top_k, 0, MAX_TOKEN_ID)
+    stops = tuple(request.stop_sequences or ())
+    if len(stops) > MAX_STOP or "" in stops:
+        raise invalid("stop_sequences", f"takes up to {MAX_STOP} strings that aren't empty.")
+    return Sampling(
+        max_tokens=request.max_tokens,
+        temperature=1.0 if request.temperature is None else request.temperature,
+        top_k=request.top_k or 0,
+        top_p=1.0 if request.top_p is None else request.top_p,
+        seed=draw_seed(),
+        stop=stops,
+    )
+
+
+def _thinks(request: Conversation) -> bool:
+    """Whether the model is to think first: a budget can't be held, but the switch can."""
+    kind = (request.thinking or {"type": "disabled"}).get("type")
+    if kind not in ("enabled", "disabled", "adaptive"):
+        raise invalid("thinking.type", f"must be enabled, disabled or adaptive, not {str(kind)[:40]!r}.")
+    return bool(kind != "disabled")
+
+
+def _tools(request: Conversation) -> list[dict[str, Any]] | None:
+    choice = (request.tool_choice or {"type": "auto"}).get("type")
+    if choice not in ("auto", "none"):
+        raise unsupported("tool_choice.type", "other than 'auto' and 'none' is not supported by this pipeline")
+    tools = [_tool(tool, f"tools[{place}]") for place, tool in enumerate(request.tools or ())]
+    return tools or None if choice == "auto" else None
+
+
+def _tool(tool: Block, where: str) -> dict[str, Any]:
+    if tool.get("type") not in (None, "custom"):
+        raise unsupported(f"{where}.type", f"{str(tool['type'])[:40]!r} is run by Anthropic's servers, not here")
+    if not isinstance(tool.get("name"), str) or not tool["name"]:
+        raise invalid(f"{where}.name", "must be a name.")
+    if not isinstance(tool.get("input_schema"), dict):
+        raise invalid(f"{where}.input_schema", "must be a JSON Schema, which is an object.")
+    if tool.get("strict"):
+        raise unsupported(f"{where}.strict", "is not supported: arguments aren't bound to the schema")
+    function = {"name": tool["name"], "parameters": tool["input_schema"]}
+    if isinstance(tool.get("description"), str):
+        function["description"] = tool["description"]
+    return {"type": "function", "function": function}
