@@ -7,6 +7,7 @@ off: credit, counted by the worker, is the only flow control. This is the only f
 from __future__ import annotations
 
 import os
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -281,3 +282,71 @@ class Channel:
         authenticator.start()
         authenticator.configure_curve_callback(credentials_provider=_OneKey(self.keys))
         return authenticator
+
+
+class Publisher:
+    """Numbered batches for whoever subscribes (PUB), and past ones once more for who asks (ROUTER), on loopback.
+
+    A batch is three frames: topic, number (8 bytes, big end first), payload. A replay is asked for by the number to
+    begin with and ends with number -1, as vLLM's readers of block events expect. Stages of one process may share one:
+    the first `open` binds, the last `close` lets go. Not thread-safe.
+    """
+
+    END = (-1).to_bytes(8, "big", signed=True)
+
+    def __init__(self, port: int, replay_port: int, *, keep: int = 10_000) -> None:
+        self.port, self.replay_port = port, replay_port
+        self._past: deque[tuple[int, bytes]] = deque(maxlen=keep)
+        self._next = 0
+        self._users = 0
+        self._sockets: tuple[zmq.Socket[bytes], zmq.Socket[bytes]] | None = None
+
+    def open(self) -> None:
+        """Listens. Raises TransportError where a port is taken; port 0 takes a free one."""
+        if self._sockets is None:
+            context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
+            pub, replay = context.socket(zmq.PUB), context.socket(zmq.ROUTER)
+            pub.sndhwm, replay.sndhwm = 100_000, (self._past.maxlen or 0) + 1
+            pub.linger = replay.linger = 0
+            try:
+                self.port = _bind_port(pub, self.port)
+                self.replay_port = _bind_port(replay, self.replay_port)
+            except TransportError:
+                pub.close(0)
+                replay.close(0)
+                raise
+            self._sockets = pub, replay
+        self._users += 1
+
+    def close(self) -> None:
+        """Lets go of the ports when nobody else uses them."""
+        self._users -= 1
+        if self._sockets is not None and self._users <= 0:
+            for socket in self._sockets:
+                socket.close(0)
+            self._sockets = None
+
+    def publish(self, topic: str, payload: bytes) -> None:
+        """Sends a batch to those that listen now; who is too slow misses it, and asks for it."""
+        if self._sockets is not None:
+            self._past.append((self._next, payload))
+            self._sockets[0].send_multipart((topic.encode(), self._next.to_bytes(8, "big"), payload), zmq.NOBLOCK)
+            self._next += 1
+
+    def answer(self) -> None:
+        """Repeats past batches for those that asked. Never waits."""
+        while self._sockets is not None and self._sockets[1].poll(0):
+            replay = self._sockets[1]
+            reader, *_, first = replay.recv_multipart(zmq.NOBLOCK)
+            for number, payload in self._past:
+                if number >= int.from_bytes(first, "big"):
+                    replay.send_multipart((reader, b"", number.to_bytes(8, "big"), payload), zmq.NOBLOCK)
+            replay.send_multipart((reader, b"", self.END, b""), zmq.NOBLOCK)
+
+
+def _bind_port(socket: zmq.Socket[bytes], port: int) -> int:
+    try:
+        socket.bind(f"tcp://127.0.0.1:{port or '*'}")
+    except zmq.ZMQError as error:
+        raise TransportError(f"can't listen on port {port}: {error}.") from error
+    return int(socket.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])

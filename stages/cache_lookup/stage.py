@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
+
+from pydantic import Field
 
 from flowinfer.cache.tiers import RETENTION, Tiers
-from flowinfer.errors import ModelError, StageError
+from flowinfer.errors import ModelError, StageError, TransportError
 from flowinfer.message import (
     BlockRemoved,
     BlocksCleared,
@@ -21,6 +23,19 @@ from flowinfer.message import (
 )
 from flowinfer.stage import Contract, ModelUse, Stage, StageConfig, setting
 from flowinfer.units import Duration
+
+if TYPE_CHECKING:
+    from flowinfer.cache.events import BlockEvents
+    from flowinfer.channel import Publisher
+
+_REPLAY_S = 0.1  # how soon who asks for missed block events is answered
+
+
+class Events(StageConfig):
+    """port: of the block events, on loopback.  replay_port: where missed ones are asked for."""
+
+    port: int = Field(default=5557, ge=0, le=65_535)
+    replay_port: int = Field(default=5558, ge=0, le=65_535)
 
 
 class CacheLookup(Stage):
@@ -38,6 +53,8 @@ class CacheLookup(Stage):
         cache_class. 0 stores nothing of that class; `default` is for classes that aren't named.
 
         share_inflight: let prompts wait for a prefix that another one is computing.  wait: for how long at most.
+
+        events: publish block events for other routers, as vLLM does; off without it.
         """
 
         model: str = setting("", change="cold")
@@ -46,6 +63,7 @@ class CacheLookup(Stage):
         retention: dict[str, Duration] = setting(RETENTION, change="cold")
         share_inflight: bool = setting(True, change="live")
         wait: Duration = setting(30.0, change="live")
+        events: Events | None = setting(None, change="cold")
 
         def contract(self) -> Contract:
             """Adds prefix; reads the model's shape, not its weights."""
@@ -64,6 +82,16 @@ class CacheLookup(Stage):
         self.sharing = SharedPrefix(self.index, self.config.wait)
         self._waiting: dict[str, Prompt] = {}
         self._ready: list[Prompt] = []  # let go by a cancel, which can't return messages
+        self._publisher: Publisher | None = None
+        self._events: BlockEvents | None = None
+        if self.config.events:
+            self._open_events(self.config.events)
+
+    def close(self) -> None:
+        """Stops publishing."""
+        if self._publisher is not None:
+            self._publisher.close()
+            self._publisher = None
 
     def reconfigure(self, config: Config) -> None:
         """Prompts that come from now on wait so long at most, or not at all."""
@@ -74,6 +102,8 @@ class CacheLookup(Stage):
         if isinstance(before, CacheLookup) and before._namespace == self._namespace:
             self.index = before.index.copy()
             self.sharing.index = self.index
+            if self._events is not None and before._events is not None:
+                self._events = before._events  # knows what was told
 
     @property
     def busy(self) -> bool:
@@ -87,6 +117,8 @@ class CacheLookup(Stage):
         now = self.ctx.clock.now()
         for prompt in prompts:
             prompt.prefix = PrefixHint(hashes=self._names(prompt))
+            if self._events is not None and not prompt.cache_salt:
+                self._events.seen(prompt.prefix.hashes, prompt.tokens)
             if not self.config.share_inflight or self.sharing.arrive(prompt.id, prompt.prefix.hashes, now):
                 yield self._hinted(prompt)
             else:
@@ -95,6 +127,8 @@ class CacheLookup(Stage):
 
     def observe(self, event: Event) -> Iterable[Prompt] | None:
         """Keeps the index up to date; lets prompts go on whose prefix was stored or whose leader stopped."""
+        if self._events is not None:
+            self._tell(self._events, event)
         match event:
             case BlockStored(owner=owner, hashes=names):
                 self.index.stored(owner, names)
@@ -119,6 +153,42 @@ class CacheLookup(Stage):
             self._waiting.pop(request, None)
         self._ready = [prompt for prompt in self._ready if prompt.id not in requests]
         return self.sharing.stop(requests)
+
+    def _open_events(self, config: Events) -> None:
+        from flowinfer.cache.events import BlockEvents
+        from flowinfer.channel import Publisher
+
+        key = ("block-events", config.port, config.replay_port)  # the stage that takes over shares it for a while
+        publisher = self.ctx.shared(key, lambda: Publisher(config.port, config.replay_port))
+        try:
+            publisher.open()
+        except TransportError as error:
+            raise StageError(
+                self.ctx.stage, f"events: {error.message}", help="Set events.port to a free one."
+            ) from error
+        model = self.config.model
+        self._publisher = publisher
+        self._events = BlockEvents(
+            self._block_tokens,
+            lambda owner, batch: publisher.publish(f"kv@{owner}@{model}", batch),
+            self.ctx.clock.wall,
+        )
+        self._answer()
+
+    def _answer(self) -> None:
+        if self._publisher is not None:
+            self._publisher.answer()
+            self.ctx.call_at(self.ctx.clock.now() + _REPLAY_S, self._answer)
+
+    @staticmethod
+    def _tell(events: BlockEvents, event: Event) -> None:
+        match event:
+            case BlockStored(owner=owner, hashes=names):
+                events.stored(owner, names)
+            case BlockRemoved(owner=owner, hashes=names):
+                events.removed(owner, names)
+            case BlocksCleared(owner=owner) | WorkerDown(worker=owner):
+                events.cleared(owner)
 
     def _expire(self) -> list[Prompt]:
         return self._let_go(self.sharing.expire(self.ctx.clock.now()))

@@ -15,9 +15,9 @@ def test_the_first_owner_is_the_holder_of_its_run() -> None:
     assert leading_run(["a", "a", "b", "a"]) == ("a", 2)
 
 
-def test_the_holder_gets_it_while_its_queue_is_shorter_than_what_it_saves() -> None:
-    assert place({"a": 9.0, "b": 0.0}, "a", saved=10.0, key=b"k") == "a"
-    assert place({"a": 11.0, "b": 0.0}, "a", saved=10.0, key=b"k") == "b"
+def test_the_holder_gets_it_while_its_queue_is_shorter_than_twice_what_it_saves() -> None:
+    assert place({"a": 19.0, "b": 0.0}, "a", saved=10.0, key=b"k") == "a"
+    assert place({"a": 21.0, "b": 0.0}, "a", saved=10.0, key=b"k") == "b"
 
 
 def test_a_holder_that_is_gone_counts_for_nothing() -> None:

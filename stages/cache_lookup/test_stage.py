@@ -38,11 +38,17 @@ class FakeClock:
     def now(self) -> float:
         return self.time
 
+    def wall(self) -> float:
+        return self.time
+
 
 class Context:
     """Only what the stage uses."""
 
     stage = "lookup"
+
+    def shared(self, key: object, make: Callable[[], Any]) -> Any:
+        return make()
 
     def __init__(self) -> None:
         self.clock = FakeClock()
@@ -226,3 +232,36 @@ def test_without_a_model_or_with_a_missing_one_the_error_names_the_stage() -> No
         opened()
     with pytest.raises(StageError, match=r"'lookup'.*nowhere"):
         opened(model="nowhere/at-all")
+
+
+def test_block_events_are_published_to_a_real_subscriber_but_none_of_a_tenants(model: str) -> None:
+    import msgspec
+    import zmq
+
+    stage = opened(model=model, events={"port": 0, "replay_port": 0})
+    publisher = stage._publisher
+    assert publisher is not None
+    with zmq.Context() as context, context.socket(zmq.DEALER) as reader:
+        reader.linger = 0
+        for salt in ("alice", ""):
+            (out,) = stage.step([prompt(salt, salt=salt)])
+            tell(stage, BlockStored(owner="prefill.0", hashes=out.prefix.hashes))
+        reader.connect(f"tcp://127.0.0.1:{publisher.replay_port}")
+        reader.send_multipart((b"", bytes(8)))
+        for _ in range(500):
+            stage.ctx.pass_time(0.1)  # type: ignore[attr-defined]
+            if reader.poll(10):
+                break
+        _, _number, payload = reader.recv_multipart()
+        assert reader.recv_multipart()[2] == b""  # the end: nothing of alice
+    stage.close()
+    _, ((kind, hashes_, parent, tokens, size, *_),), rank = msgspec.msgpack.decode(payload)
+    assert (kind, len(hashes_), parent, tokens, size, rank) == ("BlockStored", 3, None, list(range(192)), 64, 0)
+
+
+def test_a_taken_events_port_is_told_with_the_stage(model: str) -> None:
+    stage = opened(model=model, events={"port": 0, "replay_port": 0})
+    assert stage._publisher is not None
+    with pytest.raises(StageError, match=f"'lookup': events: can't listen on port {stage._publisher.port}"):
+        opened(model=model, events={"port": stage._publisher.port, "replay_port": 0})
+    stage.close()
