@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from flowinfer.sim.cache_bench import Outcome
+    from flowinfer.sim.routing import Routed
 
 
 @click.group()
@@ -41,16 +42,20 @@ def _expiry(ctx: click.Context, param: click.Parameter, text: str) -> float:
 @click.option("--block", default=512, show_default=True, type=click.IntRange(1), help="Tokens of a block.")
 @click.option("--sizes", default="1%,5%,10%,25%", show_default=True, callback=_sizes, help="Blocks or working set.")
 @click.option("--expiry", default="5m", show_default=True, callback=_expiry, help="Time of the sliding expiry.")
+@click.option("--workers", default=1, show_default=True, type=click.IntRange(1), help="Compare dispatch over so many.")
+@click.option("--load", default=0.8, show_default=True, help="How busy these would be without a cache.")
 @click.option("--json", "out", type=click.Path(dir_okay=False), help="Write the figures to this file too.")
-def cache(file: str, block: int, sizes: list[float], expiry: float, out: str | None) -> None:
+def cache(file: str, block: int, sizes: list[float], expiry: float, workers: int, load: float, out: str | None) -> None:
     """Replay a request trace through the cache at several sizes; needs no model and no accelerator.
 
     The trace is in Mooncake's format: timestamp (ms), input_length, output_length, hash_ids. A size under the longest
-    prompt is raised to it.
+    prompt is raised to it. With more than one worker, the ways to share prompts out are compared too, each worker with
+    an equal part of the last size.
     """
     from rich.console import Console
 
-    from flowinfer.sim.cache_bench import compare_evictions, with_expiry, without_limit
+    from flowinfer.sim.cache_bench import compare_evictions, num_blocks_of, with_expiry, without_limit
+    from flowinfer.sim.routing import WAYS, route
     from flowinfer.sim.trace import read_trace
 
     trace = read_trace(file, block)
@@ -61,8 +66,17 @@ def cache(file: str, block: int, sizes: list[float], expiry: float, out: str | N
         f"{trace.working_set:,} different"
     )
     Console().print(_table(outcomes))
+    each = max(trace.longest, num_blocks_of(trace, sizes[-1]) // workers)
+    routed = [route(trace, way, workers, each, load) for way in WAYS] if workers > 1 else []
+    if routed:
+        Console().print(f"\n{workers} workers of {each:,} blocks", _routing_table(routed), sep="\n")
     if out:
-        figures = {"trace": trace.name, "block_tokens": block, "outcomes": [asdict(outcome) for outcome in outcomes]}
+        figures = {
+            "trace": trace.name,
+            "block_tokens": block,
+            "outcomes": [asdict(outcome) for outcome in outcomes],
+            "dispatch": [asdict(one) for one in routed],
+        }
         Path(out).write_text(json.dumps(figures, indent=1) + "\n")
 
 
@@ -82,4 +96,15 @@ def _table(outcomes: list[Outcome]) -> Table:
             f"{o.written:,}" if o.written is not None else "",
             f"{o.gap_closed:.1%}" if o.gap_closed is not None else "",
         )
+    return table
+
+
+def _routing_table(routed: list[Routed]) -> Table:
+    from rich.table import Table
+
+    table = Table("dispatch", box=None)
+    for heading in ("hit rate", "busiest / mean", "mean wait", "95 %"):
+        table.add_column(heading, justify="right")
+    for r in routed:
+        table.add_row(r.way, f"{r.hit_rate:.2%}", f"{r.balance:.2f}", f"{r.wait_mean_s:.2f} s", f"{r.wait_p95_s:.2f} s")
     return table

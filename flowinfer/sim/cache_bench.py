@@ -30,8 +30,12 @@ class Outcome:
 def compare_evictions(trace: Trace, sizes: Sequence[float]) -> Iterator[Outcome]:
     """Outcomes of each size (share of the working set, or blocks where above 1), as they are known."""
     for size in sizes:
-        wanted = size if size > 1 else size * trace.working_set
-        yield from _at_size(trace, max(int(wanted), trace.longest))
+        yield from _at_size(trace, num_blocks_of(trace, size))
+
+
+def num_blocks_of(trace: Trace, size: float) -> int:
+    """Blocks of a size that is a share of the working set, or blocks where above 1; at least the longest prompt."""
+    return max(int(size if size > 1 else size * trace.working_set), trace.longest)
 
 
 def without_limit(trace: Trace) -> Outcome:
