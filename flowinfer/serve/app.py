@@ -19,6 +19,7 @@ from flowinfer import __version__
 from flowinfer.errors import RequestError
 from flowinfer.message import Piece
 from flowinfer.observe import exposition, metrics
+from flowinfer.serve import openapi
 from flowinfer.serve.access import KEYS_VARIABLE, Access, tenant_salt
 from flowinfer.serve.anthropic.messages import Conversation, MessageRequest, message_job, render
 from flowinfer.serve.asgi import Disconnected, Headers, Receive, Scope, Send, header, read_body, respond, respond_error
@@ -44,7 +45,7 @@ _REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,128}")
 _CACHE_WORD = re.compile(rb"[A-Za-z0-9_-]{1,64}")
 CACHE_CLASS = b"x-cache-class"
 MESSAGES = "/v1/messages"
-_OPEN_PATHS = {"/health", "/ready", "/version", "/metrics"}  # probes and scrapers have no key
+_OPEN_PATHS = {"/health", "/ready", "/version", "/metrics", "/openapi.json"}  # probes and scrapers have no key
 _client: ContextVar[str] = ContextVar("client", default="")  # name of the key that the current request came with
 _log = metrics.counter("http_responses_total")
 
@@ -107,6 +108,11 @@ class App:
         """Whether requests need a key."""
         return self._access.guarded
 
+    @property
+    def routes(self) -> list[Route]:
+        """What the service answers."""
+        return [route for route in self._router.routes if isinstance(route, Route)]
+
     # ------------------------------------------------------------------------------------------------------ endpoints
 
     def _routes(self) -> list[BaseRoute]:
@@ -115,6 +121,7 @@ class App:
             Route("/ready", _Endpoint(self._ready), methods=["GET"]),
             Route("/version", _Endpoint(self._version), methods=["GET"]),
             Route("/metrics", _Endpoint(self._metrics), methods=["GET"]),
+            Route("/openapi.json", _Endpoint(self._openapi), methods=["GET"]),
             Route("/tokenize", _Endpoint(self._tokenize), methods=["POST"]),
             Route("/detokenize", _Endpoint(self._detokenize), methods=["POST"]),
         ]
@@ -190,6 +197,9 @@ class App:
 
     async def _version(self, scope: Scope, receive: Receive, send: Send, headers: Headers) -> None:
         await _json(send, {"version": __version__}, headers)
+
+    async def _openapi(self, scope: Scope, receive: Receive, send: Send, headers: Headers) -> None:
+        await _json(send, openapi.document(self._gateway.config.apis, keys=self.guarded), headers)
 
     async def _tokenize(self, scope: Scope, receive: Receive, send: Send, headers: Headers) -> None:
         request = decode(TokenizeRequest, await read_body(scope, receive, self._gateway.config.max_body))
