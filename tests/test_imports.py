@@ -28,7 +28,7 @@ LAYERS = (
     ("stages",),
     ("runtime",),
     ("serve",),
-    ("testing", "fakes", "compare", "flow", "sim"),
+    ("testing", "fakes", "compare", "flow", "sim", "train"),
     ("cli",),
 )
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}

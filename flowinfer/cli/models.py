@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from flowinfer.engine import hub
+from flowinfer.engine.layout import KVLayout
 from flowinfer.engine.sources import ALIASES
 from flowinfer.units import format_bytes, format_tokens
 
@@ -71,10 +72,17 @@ def show(model: str) -> None:
         "dtype": info.dtype(),
         "ends with": ", ".join(map(str, info.eos_token_ids)),
         "KV of a block": f"{format_bytes(layout.block_bytes)} for {layout.block_tokens} tokens",
+        "KV of a token": f"{layout.block_bytes / layout.block_tokens:g} B" + _by_group(layout),
         "digest": info.digest,
     }
     for name, value in rows.items():
         click.echo(f"{name:>14}  {value}")
+
+
+def _by_group(layout: KVLayout) -> str:
+    """Where a model keeps several kinds of KV: how much of a token's bytes each is."""
+    parts = [f"{name} {size / layout.block_tokens:g}" for name, size in layout.group_bytes().items()]
+    return f": {', '.join(parts)}" if parts else ""
 
 
 def _size(path: Path) -> str:

@@ -16,6 +16,7 @@ import torch
 from numpy.typing import NDArray
 
 from flowinfer.cache.keys import extend_chain
+from flowinfer.cache.policies.eviction import Eviction, make_eviction
 from flowinfer.engine import hub
 from flowinfer.engine.cost import StepTimeModel
 from flowinfer.engine.held import HeldKV, Run
@@ -64,6 +65,7 @@ class Engine:
             cached_limit=arena.end_block - arena.first_block,
             on_stored=lambda hashes: ctx.send(BlockStored(owner=ctx.worker, hashes=hashes)),
             on_removed=self._on_removed,
+            eviction=_eviction(ctx, arena.end_block - arena.first_block),
         )
         self._watch_pool()
         self.held: dict[str, HeldKV] = {}
@@ -205,7 +207,11 @@ class Engine:
             known = len(held.names)
             parent = held.names[-1] if held.names else None
             held.names += extend_chain(
-                parent, history[known * size : num_full * size], namespace=self.layout.digest, salt=held.salt
+                parent,
+                history[known * size : num_full * size],
+                namespace=self.layout.digest,
+                salt=held.salt,
+                block_tokens=size,
             )
         named = [(held.blocks[i], held.names[i]) for i in range(held.num_committed, num_full)]
         num_theirs = max(0, held.num_leased - held.num_committed)
@@ -365,9 +371,15 @@ def sized_arena(arena: Arena, layout: KVLayout, device: str) -> Arena:
     return dataclasses.replace(arena, num_blocks=blocks, end_block=blocks)
 
 
+def _eviction(ctx: Context, num_blocks: int) -> Eviction:
+    """Of the pool, as the graph's cache-lookup sets it."""
+    kinds = [settings["eviction"] for settings in ctx.settings_of("cache-lookup") if "eviction" in settings]
+    return make_eviction(kinds[0] if kinds else "lru", num_blocks)
+
+
 def _arena_tensor(arena: Arena, layout: KVLayout, device: str) -> torch.Tensor:
     dtype = getattr(torch, layout.dtype)
-    shape = (arena.num_blocks, layout.num_layers, 2, layout.num_kv_heads, layout.block_tokens, layout.head_dim)
+    shape = (arena.num_blocks, *layout.block_shape)
     if device != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     count = arena.num_blocks * layout.block_bytes // DTYPE_BYTES[layout.dtype]

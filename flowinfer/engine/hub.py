@@ -15,8 +15,9 @@ from pathlib import Path
 import msgspec
 
 from flowinfer.engine import manifest
-from flowinfer.engine.layout import KVLayout
+from flowinfer.engine.layout import BLOCK_TOKENS, KVLayout
 from flowinfer.engine.models.config import ModelConfig, read_config
+from flowinfer.engine.models.deepseek_v4.config import V4Config
 from flowinfer.engine.sources import ALIASES, Source
 from flowinfer.errors import ModelError
 
@@ -56,12 +57,15 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
 
     def layout(self, dtype: str = "auto") -> KVLayout:
         """The shape of this model's KV in the given dtype."""
+        grouped = self.config if isinstance(self.config, V4Config) else None
         return KVLayout(
             model=self.digest,
             dtype=self.dtype(dtype),
             num_layers=self.config.num_layers,
             num_kv_heads=self.config.num_kv_heads,
             head_dim=self.config.head_dim,
+            block_tokens=grouped.block_tokens if grouped else BLOCK_TOKENS,
+            sections=grouped.sections() if grouped else (),
         )
 
 

@@ -12,10 +12,20 @@ DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 KV_FORMAT = 1  # raised by hand when the bytes of a block change meaning; a release alone must not empty a cache of days
 
 
-class KVLayout(msgspec.Struct, frozen=True, kw_only=True):
+class KVSection(msgspec.Struct, frozen=True):
+    """Part of a block of a model with several kinds of KV: rows of width numbers. group: window, compressed, state."""
+
+    group: str
+    name: str
+    rows: int
+    width: int
+
+
+class KVLayout(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Paged KV of a dense-attention model: a block is [layers, 2 (K, V), kv_heads, block_tokens, head_dim] of dtype.
 
     Heads come before tokens: batched products over a head's 64 rows beat token-major blocks two- to threefold on CPU.
+    Where sections are given, a block is those, one after the other, instead.
     model is the digest of weights and configuration, so that blocks of other weights never match.
     """
 
@@ -26,10 +36,13 @@ class KVLayout(msgspec.Struct, frozen=True, kw_only=True):
     head_dim: int
     block_tokens: int = BLOCK_TOKENS
     tensor_parallel: int = 1
+    sections: tuple[KVSection, ...] = ()
 
     @property
     def block_bytes(self) -> int:
         """Bytes of one block over all layers."""
+        if self.sections:
+            return sum(self.group_bytes().values())
         per_token = 2 * self.num_kv_heads * self.head_dim * DTYPE_BYTES[self.dtype]
         return self.num_layers * self.block_tokens * per_token
 
@@ -37,6 +50,20 @@ class KVLayout(msgspec.Struct, frozen=True, kw_only=True):
     def digest(self) -> str:
         """Names everything that changes the bytes: 16 hex characters."""
         return hashlib.sha256(msgspec.json.encode([KV_FORMAT, self])).hexdigest()[:16]
+
+    def group_bytes(self) -> dict[str, int]:
+        """Bytes of a block by kind of KV, for layouts with sections."""
+        found: dict[str, int] = {}
+        for part in self.sections:
+            found[part.group] = found.get(part.group, 0) + part.rows * part.width * DTYPE_BYTES[self.dtype]
+        return found
+
+    @property
+    def block_shape(self) -> tuple[int, ...]:
+        """A block as a tensor of dtype."""
+        if self.sections:
+            return (sum(part.rows * part.width for part in self.sections),)
+        return self.num_layers, 2, self.num_kv_heads, self.block_tokens, self.head_dim
 
     def blocks_for(self, num_tokens: int) -> int:
         """Blocks that hold num_tokens tokens."""

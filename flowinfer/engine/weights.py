@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -47,9 +48,19 @@ class Weights:
         self._taken.add(name)
         return tensor.to(self.device, self.dtype)
 
-    def finish(self, ignore: tuple[str, ...] = ()) -> None:
-        """Raises ModelError naming tensors that the model has no place for; `ignore` lists known harmless endings."""
+    def raw(self, name: str) -> Tensor:
+        """The tensor as the file has it. Raises ModelError naming a missing tensor."""
+        tensor = self._read(name)
+        self._taken.add(name)
+        return tensor
+
+    def finish(self, ignore: tuple[str, ...] = (), skip: re.Pattern[str] | None = None) -> None:
+        """Raises ModelError naming tensors that the model has no place for.
+
+        ignore lists known harmless endings; skip matches the beginning of names that are another's.
+        """
         left = sorted(name for name in self._places if name not in self._taken and not name.endswith(ignore))
+        left = [name for name in left if not (skip and skip.match(name))]
         if left:
             raise ModelError(
                 f"{self.folder}: unexpected tensors: {_list(left)}.", help="Does config.json belong to these weights?"

@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from flowinfer.engine.models.decoder import Model
+    from flowinfer.engine.models.deepseek_v4.model import V4Model
 
 
 def load_model(
     path: Path, *, dtype: str = "auto", device: str = "cpu", progress: Callable[[int, int], None] | None = None
-) -> Model:
+) -> Model | V4Model:
     """The model of a Hugging Face folder, ready to run.
 
     dtype is float32, bfloat16 or auto (the file's own); device is a torch device name; progress is called with layers

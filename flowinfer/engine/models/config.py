@@ -28,6 +28,7 @@ FAMILIES = {
     "Qwen3ForCausalLM": Family(qk_norm=True),
     "MixtralForCausalLM": Family(moe="mixtral", rope_theta=1_000_000.0),
     "Qwen3MoeForCausalLM": Family(qk_norm=True, moe="qwen"),
+    "DeepseekV4ForCausalLM": Family(),  # read by deepseek_v4.config: it shares little with the rest
 }
 
 
@@ -95,8 +96,12 @@ def parse_config(raw: Config, *, eos: int | list[int] | None = None, where: str 
     if architecture not in FAMILIES:
         raise ModelError(f"{where}: unknown architecture {architecture}.", help=f"Known: {', '.join(FAMILIES)}.")
     family = FAMILIES[architecture]
-    _refuse_unsupported(raw, family, where)
     try:
+        if architecture == "DeepseekV4ForCausalLM":
+            from flowinfer.engine.models.deepseek_v4.config import parse_v4  # here: it builds on this module
+
+            return parse_v4(raw, eos=eos)
+        _refuse_unsupported(raw, family, where)
         return ModelConfig(architecture=architecture, family=family, **_sizes(raw, eos, family), **_moe(raw, family))
     except KeyError as error:
         raise ModelError(f"{where}: field {error.args[0]!r} is missing.", help="Is the file complete?") from None

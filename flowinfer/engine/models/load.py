@@ -4,17 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from flowinfer.engine.models.config import ModelConfig, read_config
 from flowinfer.engine.models.decoder import Layer, Model
+from flowinfer.engine.models.deepseek_v4.config import V4Config
 from flowinfer.engine.models.linear import Projection, make_linear
 from flowinfer.engine.models.moe import ExpertFFN, GatedFFN
 from flowinfer.engine.models.rope import Rope
 from flowinfer.engine.weights import Weights
 from flowinfer.errors import ModelError
+
+if TYPE_CHECKING:
+    from flowinfer.engine.models.deepseek_v4.model import V4Model
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 Progress = Callable[[int, int], None]  # layers done, layers in all
@@ -22,13 +27,17 @@ Progress = Callable[[int, int], None]  # layers done, layers in all
 _HARMLESS = (".rotary_emb.inv_freq", ".masked_bias", ".attn.bias")
 
 
-def load(folder: Path, *, dtype: str, device: str, progress: Progress | None = None) -> Model:
+def load(folder: Path, *, dtype: str, device: str, progress: Progress | None = None) -> Model | V4Model:
     """The model on the device. dtype "auto" is the file's own. Raises ModelError naming file, field or tensor."""
     config = read_config(folder)
     chosen = config.dtype if dtype == "auto" else dtype
     if chosen not in DTYPES:
         raise ModelError(f"{folder}: dtype {chosen!r} isn't supported.", help=f"Choose {' or '.join(DTYPES)}.")
     with Weights(folder, dtype=DTYPES[chosen], device=torch.device(device)) as weights, torch.inference_mode():
+        if isinstance(config, V4Config):
+            from flowinfer.engine.models.deepseek_v4.load import build  # here: other families don't pay for it
+
+            return build(config, weights, progress)
         return _Loader(config, weights).model(progress)
 
 

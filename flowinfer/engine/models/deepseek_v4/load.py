@@ -1,0 +1,164 @@
+"""Builds a V4Model from a checkpoint: the original names, with or without the prefix that transformers writes."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from flowinfer.engine.models.deepseek_v4.attention import Attention
+from flowinfer.engine.models.deepseek_v4.compress import Compressor, Indexer
+from flowinfer.engine.models.deepseek_v4.config import V4Config
+from flowinfer.engine.models.deepseek_v4.experts import Expert, Experts
+from flowinfer.engine.models.deepseek_v4.model import Hyper, Layer, V4Model
+from flowinfer.engine.models.deepseek_v4.ops import frequencies
+from flowinfer.engine.models.deepseek_v4.quant import dequantize
+from flowinfer.engine.models.linear import Projection, make_linear
+from flowinfer.engine.weights import Weights
+from flowinfer.errors import ModelError
+
+_SCALES = (".scale", ".weight_scale_inv")
+_IGNORED = re.compile(r"(model\.)?mtp\.")  # draft layers of the release, which have a place of their own
+
+
+def build(config: V4Config, weights: Weights, progress: Callable[[int, int], None] | None) -> V4Model:
+    """The model of an open checkpoint. Raises ModelError naming a missing, misshapen or unknown tensor."""
+    return _Loader(config, weights).model(progress)
+
+
+class _Loader:
+    def __init__(self, config: V4Config, weights: Weights) -> None:
+        self.config = config
+        self.weights = weights
+        self.main = frequencies(config.main_rope, config.rope_dim).to(weights.device)
+        self.wide = frequencies(config.compress_rope, config.rope_dim).to(weights.device)
+
+    def model(self, progress: Callable[[int, int], None] | None) -> V4Model:
+        config, hidden = self.config, self.config.hidden_size
+        embed = self.matrix(self.either("embed.weight", "embed_tokens.weight"), config.vocab_size, hidden)
+        layers = []
+        for index in range(config.num_layers):
+            layers.append(self.layer(index))
+            if progress:
+                progress(index + 1, config.num_layers)
+        head = embed if config.tied_embeddings else self.matrix("head", config.vocab_size, hidden)
+        hyper = [self.either(f"hc_head_{part}", f"hc_head.hc_{part}") for part in ("fn", "base", "scale")]
+        wide = config.streams * hidden
+        shapes = ((config.streams, wide), (config.streams,), (1,))
+        collapse = Hyper(*(self.exact(name, shape) for name, shape in zip(hyper, shapes, strict=True)))
+        norm = self.exact("norm.weight", (hidden,))
+        self.weights.finish(ignore=("head.weight",) if config.tied_embeddings else (), skip=_IGNORED)
+        return V4Model(config, embed, layers, collapse, norm, make_linear(head))
+
+    def layer(self, index: int) -> Layer:
+        hidden, name = self.config.hidden_size, f"layers.{index}."
+        return Layer(
+            attention_hyper=self.hyper(f"{name}hc_attn"),
+            attention_norm=self.exact(f"{name}attn_norm.weight", (hidden,)),
+            attention=self.attention(index, f"{name}attn."),
+            ffn_hyper=self.hyper(f"{name}hc_ffn"),
+            ffn_norm=self.exact(f"{name}ffn_norm.weight", (hidden,)),
+            ffn=self.experts(index, f"{name}ffn."),
+        )
+
+    def hyper(self, name: str) -> Hyper:
+        streams = self.config.streams
+        mixes = (2 + streams) * streams
+        return Hyper(
+            self.exact(f"{name}_fn", (mixes, streams * self.config.hidden_size)),
+            self.exact(f"{name}_base", (mixes,)),
+            self.exact(f"{name}_scale", (3,)),
+        )
+
+    def attention(self, index: int, name: str) -> Attention:
+        c = self.config
+        heads, rate, sparse = c.num_heads * c.head_dim, c.rates[index], index in c.sparse_layers
+        out_a = self.matrix(f"{name}wo_a", c.o_groups * c.o_rank, heads // c.o_groups)
+        indexer = None
+        if sparse:
+            indexer = Indexer(
+                self.compressor(f"{name}indexer.compressor.", rate, c.index_dim, overlap=True),
+                self.linear(f"{name}indexer.wq_b", c.index_heads * c.index_dim, c.q_rank),
+                self.linear(f"{name}indexer.weights_proj", c.index_heads, c.hidden_size),
+                c.index_heads,
+            )
+        return Attention(
+            q_a=self.linear(f"{name}wq_a", c.q_rank, c.hidden_size),
+            q_norm=self.exact(f"{name}q_norm.weight", (c.q_rank,)),
+            q_b=self.linear(f"{name}wq_b", heads, c.q_rank),
+            kv=self.linear(f"{name}wkv", c.head_dim, c.hidden_size),
+            kv_norm=self.exact(self.either(f"{name}norm.weight", f"{name}kv_norm.weight"), (c.head_dim,)),
+            sinks_N=self.exact(f"{name}attn_sink", (c.num_heads,)),
+            out_a=out_a.view(c.o_groups, c.o_rank, -1).transpose(1, 2).contiguous(),
+            out_b=self.linear(f"{name}wo_b", c.hidden_size, c.o_groups * c.o_rank),
+            inverse=self.wide if rate else self.main,
+            compressor=self.compressor(f"{name}compressor.", rate, c.head_dim, overlap=sparse) if rate else None,
+            indexer=indexer,
+            rate=rate,
+        )
+
+    def compressor(self, name: str, rate: int, size: int, *, overlap: bool) -> Compressor:
+        channels, hidden = size * (2 if overlap else 1), self.config.hidden_size
+        both = torch.cat([self.matrix(f"{name}{part}", channels, hidden) for part in ("wkv", "wgate")])
+        return Compressor(
+            project=make_linear(both),
+            bias=self.exact(f"{name}ape", (rate, channels)),
+            norm_D=self.exact(f"{name}norm.weight", (size,)),
+            overlap=overlap,
+            inverse=self.wide,
+            eps=self.config.norm_eps,
+        )
+
+    def experts(self, index: int, name: str) -> Experts:
+        c = self.config
+        hashed = index in c.hash_layers
+        table = self.exact(f"{name}gate.tid2eid", (c.vocab_size, c.experts_per_token), torch.int64) if hashed else None
+        return Experts(
+            gate_EH=self.matrix(f"{name}gate", c.num_experts, c.hidden_size),
+            bias_E=None if hashed else self.exact(f"{name}gate.bias", (c.num_experts,)),
+            chosen_VK=table,
+            routed=[self.expert(f"{name}experts.{i}.") for i in range(c.num_experts)],
+            shared=self.expert(f"{name}shared_experts."),
+            per_token=c.experts_per_token,
+            scale=c.routed_scale,
+        )
+
+    def expert(self, name: str) -> Expert:
+        width, hidden = self.config.expert_size, self.config.hidden_size
+        gate_up = torch.cat([self.matrix(f"{name}{part}", width, hidden) for part in ("w1", "w3")])
+        return Expert(make_linear(gate_up), self.linear(f"{name}w2", hidden, width), self.config.swiglu_limit)
+
+    # ---------------------------------------------------------------------------------------------------- raw tensors
+
+    def linear(self, name: str, rows: int, columns: int) -> Projection:
+        return make_linear(self.matrix(name, rows, columns))
+
+    def matrix(self, name: str, rows: int, columns: int) -> Tensor:
+        """A weight in the model's dtype, dequantized where the file has scales for it."""
+        base = name.removesuffix(".weight")
+        place = self.place(f"{base}.weight")
+        stored = self.weights.raw(place)
+        scale = next((s for s in (self.place(base + end) for end in _SCALES) if s in self.weights), None)
+        if scale is not None:
+            stored = dequantize(stored, self.weights.raw(scale))
+        elif not stored.dtype.is_floating_point or stored.dtype.itemsize == 1:
+            raise ModelError(f"{self.weights.folder}: {place} is {stored.dtype} but has no scales.")
+        return self.checked(place, stored, (rows, columns)).to(self.weights.device, self.weights.dtype, copy=True)
+
+    def exact(self, name: str, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Tensor:
+        """Norms, biases and mixing weights stay float32 whatever the model's dtype is."""
+        place = self.place(name)
+        return self.checked(place, self.weights.raw(place), shape).to(self.weights.device, dtype, copy=True)
+
+    def checked(self, name: str, tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
+        if tuple(tensor.shape) != shape:
+            raise ModelError(f"{self.weights.folder}: {name} has shape {list(tensor.shape)}, expected {list(shape)}.")
+        return tensor
+
+    def either(self, first: str, second: str) -> str:
+        return first if self.place(first) in self.weights else second
+
+    def place(self, name: str) -> str:
+        return name if name in self.weights else f"model.{name}"

@@ -1,0 +1,48 @@
+"""Block-scaled weights to plain ones: FP8 with a scale a square of rows and columns, FP4 with one every 32 columns.
+
+Formats as in the public checkpoints: float8_e4m3fn with float32 or UE8M0 scales; E2M1 in pairs, the even column in the
+low four bits, with UE8M0 scales.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+FP4_GROUP = 32
+_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+FP8_MAX = 448.0
+
+
+def dequantize(weight: Tensor, scale: Tensor) -> Tensor:
+    """float32 [rows, columns] of weight float8 [rows, columns] or packed int8 [rows, columns / 2] and its scales."""
+    packed = weight.dtype in (torch.int8, torch.uint8)
+    values = _unpack(weight) if packed else weight.float()
+    rows, columns = values.shape
+    high, wide = (1, FP4_GROUP) if packed else (_side(rows, scale.shape[0]), _side(columns, scale.shape[1]))
+    spread = scale.float().repeat_interleave(high, 0)[:rows].repeat_interleave(wide, 1)[:, :columns]
+    return values * spread
+
+
+def quantize_fp8(weight: Tensor, side: int = 128) -> tuple[Tensor, Tensor]:
+    """weight as float8_e4m3fn, and float32 scales of its side x side squares, powers of two as UE8M0 holds them."""
+    rows, columns = weight.shape
+    padded = torch.zeros(-(-rows // side) * side, -(-columns // side) * side)
+    padded[:rows, :columns] = weight.float()
+    squares = padded.view(padded.shape[0] // side, side, -1, side)
+    scale = torch.exp2((squares.abs().amax((1, 3)).clamp(min=1e-12) / FP8_MAX).log2().ceil())
+    spread = scale.repeat_interleave(side, 0)[:rows].repeat_interleave(side, 1)[:, :columns]
+    return (weight.float() / spread).to(torch.float8_e4m3fn), scale
+
+
+def _side(size: int, blocks: int) -> int:
+    """The side of a square: 128, unless so many blocks of 128 don't fit the matrix."""
+    return 128 if -(-size // 128) == blocks else -(-size // blocks)
+
+
+def _unpack(packed: Tensor) -> Tensor:
+    """float32 [rows, 2 * columns] of pairs of E2M1."""
+    codes = packed.view(torch.uint8)
+    pairs = torch.stack((codes & 15, codes >> 4), -1).flatten(-2).long()
+    table = torch.tensor(_E2M1 + tuple(-value for value in _E2M1), device=packed.device)
+    return table[pairs]

@@ -1,0 +1,79 @@
+"""Trained shards to a checkpoint folder: routed experts in FP8 with block scales, other matrices bfloat16, a manifest."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from flowinfer.engine import manifest
+from flowinfer.engine.models.deepseek_v4.quant import quantize_fp8
+from flowinfer.train.prepare import ASSISTANT, BOS, EOS, THINK, UNTHINK, USER
+
+# Turns as in DeepSeek-V4's format; no tools and no effort levels, which this model wasn't trained on.
+TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}"
+    "{% if message.role == 'user' %}{{ '" + USER + "' ~ message.content }}"
+    "{% elif message.role == 'assistant' %}{{ '" + ASSISTANT + UNTHINK + "' ~ message.content ~ eos_token }}"
+    "{% else %}{{ message.content }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '" + ASSISTANT + "' }}"
+    "{% if thinking | default(false) %}{{ '" + THINK + "' }}{% else %}{{ '" + UNTHINK + "' }}{% endif %}{% endif %}"
+)
+QUANTIZED = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128], "scale_fmt": "ue8m0"}
+
+
+def packed(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Names and dtypes of the original release; what stays float32 there (biases, mixing, norms) is bfloat16 here too.
+
+    Only the router's bias is kept exact: it decides between experts whose scores differ little.
+    """
+    found: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        if ".experts." in name:
+            weight, scale = quantize_fp8(tensor.float())
+            found[name], found[name.removesuffix("weight") + "scale"] = weight, scale.to(torch.float8_e8m0fnu)
+        elif name.endswith("tid2eid"):
+            found[name] = tensor.to(torch.uint8)
+        else:
+            found[name] = tensor.contiguous() if name.endswith("gate.bias") else tensor.to(torch.bfloat16)
+    return found
+
+
+def export(run: Path, tokenizer: Path, out: Path, *, source: str) -> None:
+    """Writes a complete Hugging Face folder."""
+    out.mkdir(parents=True, exist_ok=True)
+    tensors: dict[str, Tensor] = {}
+    for shard in sorted(run.glob("weights-*.safetensors")):
+        tensors |= load_file(shard)
+    save_file(packed(tensors), out / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((run / "config.json").read_text()) | {"quantization_config": QUANTIZED}
+    _write(out / "config.json", config)
+    _write(out / "generation_config.json", {"bos_token_id": 0, "eos_token_id": 1})
+    shutil.copy(tokenizer, out / "tokenizer.json")
+    settings = {"bos_token": BOS, "eos_token": EOS, "chat_template": TEMPLATE, "add_bos_token": False}
+    _write(out / "tokenizer_config.json", settings | {"tokenizer_class": "PreTrainedTokenizerFast"})
+    _write(out / "training.json", json.loads((run / "log.json").read_text()))
+    manifest.write(out, source=source)
+
+
+def _write(path: Path, content: object) -> None:
+    path.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--run", type=Path, required=True, help="folder that `run` wrote")
+    parser.add_argument("--tokenizer", type=Path, required=True, help="tokenizer.json that `prepare` wrote")
+    parser.add_argument("--out", type=Path, required=True)
+    args = parser.parse_args()
+    export(args.run, args.tokenizer, args.out, source="flowinfer.train")
+
+
+if __name__ == "__main__":
+    main()
