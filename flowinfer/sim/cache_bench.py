@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import get_args
 
-from flowinfer.cache.policies.density import HitDensity
-from flowinfer.cache.policies.eviction import LRU, Eviction
+from flowinfer.cache.policies.eviction import LRU, Kind, make_eviction
 from flowinfer.sim.optimum import optimal_hits
 from flowinfer.sim.replay import replay, replay_expiring
 from flowinfer.sim.trace import Trace
 
-EVICTIONS: dict[str, Callable[[int], Eviction]] = {"lru": lambda num_blocks: LRU(), "density": HitDensity}
+KINDS: tuple[Kind, ...] = get_args(Kind)  # the plain one first
 
 
 @dataclass(frozen=True)
@@ -54,8 +54,8 @@ def _at_size(trace: Trace, num_blocks: int) -> Iterator[Outcome]:
     best = optimal_hits(trace, num_blocks)
     total, share = max(1, trace.num_blocks), num_blocks / max(1, trace.working_set)
     plain = 0
-    for name, make in EVICTIONS.items():
-        done = replay(trace, num_blocks, make(num_blocks))
+    for name in KINDS:
+        done = replay(trace, num_blocks, make_eviction(name, num_blocks))
         plain = done.hits if name == "lru" else plain
         gap = (done.hits - plain) / (best - plain) if name != "lru" and best > plain else None
         yield Outcome(name, num_blocks, share, done.hits, done.hit_rate, done.written, gap)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field
 
+from flowinfer.cache.policies.eviction import Kind
 from flowinfer.cache.tiers import RETENTION, Tiers
 from flowinfer.errors import ModelError, StageError, TransportError
 from flowinfer.message import (
@@ -54,6 +55,9 @@ class CacheLookup(Stage):
 
         share_inflight: let prompts wait for a prefix that another one is computing.  wait: for how long at most.
 
+        eviction: what goes first when a worker's pool is full, the block unused for longest, or the one that promises
+        fewest hits, learned from the traffic.
+
         events: publish block events for other routers, as vLLM does; off without it.
         """
 
@@ -63,6 +67,7 @@ class CacheLookup(Stage):
         retention: dict[str, Duration] = setting(RETENTION, change="cold")
         share_inflight: bool = setting(True, change="live")
         wait: Duration = setting(30.0, change="live")
+        eviction: Kind = setting("lru", change="cold")
         events: Events | None = setting(None, change="cold")
 
         def contract(self) -> Contract:

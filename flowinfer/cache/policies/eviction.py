@@ -28,6 +28,13 @@ class Eviction(Protocol):
         """Forgets everything; returns what was evictable."""
 
 
+def make_eviction(kind: Kind, num_blocks: int) -> Eviction:
+    """The eviction of this kind for a cache of num_blocks."""
+    from flowinfer.cache.policies.density import HitDensity  # needs numpy, which the settings' check does without
+
+    return HitDensity(num_blocks) if kind == "density" else LRU()
+
+
 class LRU:
     """The block that was unused for longest goes first; of one sequence the tail, since it needs its head."""
 
