@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from flowinfer.observe.metrics import Sample
 
+_WHOLE = "flowinfer:worker_restarts_total"  # each generation says it over all generations, so it isn't added up
 _GROWING = ("_total", "_bucket", "_count", "_sum")  # what only grows, by its name
 Key = tuple[str, tuple[tuple[str, str], ...]]
 
@@ -25,7 +26,7 @@ class Fleet:
         """A worker died: keeps its counts, forgets its levels."""
         before = self._before.setdefault(worker, {})
         for name, labels, value in self._last.pop(worker, ()):
-            if name.endswith(_GROWING):
+            if name.endswith(_GROWING) and name != _WHOLE:
                 key = _key(name, labels)
                 before[key] = before.get(key, 0.0) + value
 

@@ -125,7 +125,7 @@ def test_a_killed_worker_comes_back_and_the_service_is_well(prod: Service, victi
 
     def load(i: int) -> None:
         try:
-            prod.complete(prompt_ids(40 + 40 * i, seed=i), 120)
+            prod.complete(prompt_ids(40 + 40 * i, seed=i), 80)
             results.append("answered")
         except (RuntimeError, OSError, http.client.HTTPException, KeyError, json.JSONDecodeError) as error:
             results.append(f"failed: {error}")
@@ -160,7 +160,7 @@ def test_a_stream_outlives_the_worker_that_computed_its_prompt(prod: Service) ->
         lambda: workers(prod).get("prefill.0") is not None and workers(prod)["prefill.0"].pid != old, 60, "respawn"
     )
     wait_until(lambda: _ready(prod), 60, "prefill back")
-    crowd = [threading.Thread(target=prod.complete, args=(prompt_ids(900, seed=200 + i), 2)) for i in range(3)]
+    crowd = [threading.Thread(target=prod.complete, args=(prompt_ids(400, seed=200 + i), 2)) for i in range(3)]
     for other in crowd:
         other.start()
     for other in (thread, *crowd):
