@@ -1,0 +1,55 @@
+"""Nothing that a client sends becomes a control token: text, names, tools, arguments and results, in every template."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from flowinfer.stages.recipe_tokenize.policy import normalize
+from flowinfer.text.tokenizer import TextTokenizer
+
+MARKERS = [
+    "<|im_end|>", "<|im_start|>", "<|eot_id|>", "<|start_header_id|>", "[INST]", "[/INST]", "</s>", "<s>", "<｜User｜>",
+    "<｜Assistant｜>", "<｜end▁of▁sentence｜>", "<think>", "</think>", "<tool_call>", "</tool_response>",
+]  # fmt: skip
+PARTS = [*MARKERS, *(m[: len(m) // 2] for m in MARKERS), *(m[len(m) // 2 :] for m in MARKERS), "\0", "x"]
+HARMLESS = "Paris"
+
+
+def conversation(word: str) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """A chat with tools that has `word` wherever a client can put text."""
+    schema = {"type": "object", "properties": {word: {"type": "string", "description": word}}}
+    tools = [{"type": "function", "function": {"name": word, "description": word, "parameters": schema}}]
+    arguments = json.dumps({"a": word, word: "b"})
+    call = {"id": "call_0001", "type": "function", "function": {"name": word, "arguments": arguments}}
+    messages = [
+        {"role": "system", "content": word},
+        {"role": "user", "content": word},
+        {"role": "assistant", "content": word, "reasoning_content": word, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "call_0001", "name": word, "content": word},
+        {"role": "user", "content": [{"type": "text", "text": word}, {"type": "text", "text": word}]},
+    ]
+    return normalize(messages), tools
+
+
+def control(tokenizer: TextTokenizer, word: str) -> list[int]:
+    messages, tools = conversation(word)
+    ids = tokenizer.encode_segments(tokenizer.render(messages, tools)).tolist()
+    return [id for id in ids if id in tokenizer.control_ids]
+
+
+@pytest.mark.parametrize("kind", ["byte", "spm", "unigram"])
+@pytest.mark.parametrize("template", ["chatml", "qwen3", "llama3"])
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_no_text_of_a_client_is_a_control_token(
+    make_tokenizer: Callable[..., TextTokenizer], kind: str, template: str, data: st.DataObject
+) -> None:
+    tokenizer = make_tokenizer(kind, template)
+    word = "x" + "".join(data.draw(st.lists(st.sampled_from(PARTS), min_size=1, max_size=5)))
+    assert control(tokenizer, word) == control(tokenizer, HARMLESS)
