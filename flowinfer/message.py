@@ -345,6 +345,31 @@ class Stats(Event):
     samples: list[tuple[str, dict[str, str], float]]
 
 
+class TraceAsk(Event):
+    """Asks every worker what its stages did for a request; a worker that isn't tracing yet begins to."""
+
+    id: str
+
+
+class TracedStep(msgspec.Struct, array_like=True, kw_only=True):
+    """One step of a stage; times of the host's monotonic clock. shared: of a whole batch, which knows only slots."""
+
+    stage: str
+    started: float
+    ended: float
+    batch: int = 0
+    shared: bool = False
+
+
+class TraceTold(Event):
+    """A worker's answer to TraceAsk; goes to the gateway. since: when it began to trace."""
+
+    worker: str
+    id: str
+    since: float
+    steps: list[TracedStep] = []
+
+
 class BlockStored(Event):
     """`owner` now holds these prefix-cache blocks (chain hashes, in chain order)."""
 

@@ -16,7 +16,7 @@ from typing import Any
 from flowinfer.engine.layout import KVLayout
 from flowinfer.errors import RequestError, StageError
 from flowinfer.graph.plan import API, FRONT, EdgePlan, Plan, StagePlan
-from flowinfer.message import Cancel, Ended, Event, Failure, KVRelease, Message
+from flowinfer.message import Cancel, Ended, Event, Failure, KVRelease, Message, TraceAsk, TraceTold
 from flowinfer.runtime.closed import ClosedRequests
 from flowinfer.runtime.context import StageContext
 from flowinfer.runtime.inbox import Debt
@@ -24,6 +24,7 @@ from flowinfer.runtime.loading import Loader, make_config, stage_error
 from flowinfer.runtime.outbox import Outbox
 from flowinfer.runtime.rewire.graft import Layer, forked
 from flowinfer.runtime.stage_run import FusedEdge, Put, StageRun, request_ids
+from flowinfer.runtime.trace import Trace
 from flowinfer.stage import Arena, Clock
 
 log = logging.getLogger("flowinfer.worker")
@@ -66,6 +67,7 @@ class Group:
         self.open_requests: dict[str, None] = {}
         self.num_late: dict[str, int] = {}
         self.num_reclaimed = 0
+        self.trace: Trace | None = None
         self._timers: list[tuple[float, int, StageRun | None, Work]] = []
         self._order = itertools.count()
         self._pool: ThreadPoolExecutor | None = None
@@ -176,7 +178,10 @@ class Group:
             run.failures = 0
         except Exception as error:
             self._contain(run, inputs, error)
-        run.busy_s += time.perf_counter() - started
+        ended = time.perf_counter()
+        run.busy_s += ended - started
+        if self.trace is not None:
+            self.trace.add(run.name, inputs, started, ended)
         run.num_steps += 1
         if debts:
             self.settle(debts)
@@ -287,8 +292,16 @@ class Group:
             self.cancel(event.ids)
         elif isinstance(event, Ended):
             self.end(event.ids)
+        elif isinstance(event, TraceAsk):
+            self._tell_trace(event.id)
         for run in self._listening(type(event)):
             self._work(run, lambda run=run: run.stage.observe(event))  # type: ignore[misc]
+
+    def _tell_trace(self, request: str) -> None:
+        if self.trace is None:
+            self.trace = Trace(time.perf_counter())
+        steps = self.trace.of(request)
+        self.emit(TraceTold(worker=self.name, id=request, since=self.trace.began, steps=steps), self.front)
 
     def _listening(self, kind: type[Event]) -> list[StageRun]:
         found = self._listeners.get(kind)

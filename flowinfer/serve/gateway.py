@@ -28,6 +28,8 @@ from flowinfer.message import (
     Serving,
     Stats,
     Text,
+    TraceAsk,
+    TraceTold,
     WorkerDown,
     WorkerUp,
 )
@@ -44,6 +46,7 @@ if TYPE_CHECKING:
     from flowinfer.serve.server import HttpServer
 
 Command = Callable[[float], Iterable[Call]]
+TRACE_WAIT_S = 0.5  # for the workers' answers: a worker in a long step takes events behind it
 
 
 class GatewayConfig(StageConfig):
@@ -89,7 +92,7 @@ class Gateway(Stage):
 
     kind = "api"
     Config = GatewayConfig
-    listens = (Failure, WorkerDown, WorkerUp, Moved, Stats, Serving, Drain)
+    listens = (Failure, WorkerDown, WorkerUp, Moved, Stats, Serving, Drain, TraceTold)
     config: GatewayConfig
 
     def __init__(self, config: GatewayConfig, ctx: Context) -> None:
@@ -102,6 +105,7 @@ class Gateway(Stage):
         self._ended: list[str] = []
         self._cancelled: list[str] = []
         self._record = Record()
+        self._traces: dict[str, list[TraceTold]] = {}
         self._armed = float("inf")
         self._server: HttpServer | None = None
 
@@ -125,6 +129,10 @@ class Gateway(Stage):
     def probe(self, answer: Callable[[RequestError | None], object]) -> None:
         """Calls `answer`, in the worker's loop, with the refusal that a request would meet now, or None."""
         self._command(lambda now: self._probe(answer))
+
+    def trace(self, id: str, answer: Callable[[list[TraceTold]], object]) -> None:
+        """Calls `answer`, in the worker's loop, with what the workers' stages did for a request."""
+        self._command(lambda now: self._ask_trace(id, answer, now))
 
     def reconfigure(self, config: GatewayConfig) -> None:
         """Admits and times out by these limits from now on; open requests keep their deadlines."""
@@ -200,6 +208,8 @@ class Gateway(Stage):
                 self.admission.worker_up(event.worker, event.generation)
             case Stats():
                 self.fleet.update(event.worker, event.samples)
+            case TraceTold():
+                self._traces.setdefault(event.id, []).append(event)
             case Serving():
                 self.admission.serving = True
             case Drain():
@@ -271,6 +281,15 @@ class Gateway(Stage):
         refusal = self.admission.refusal(len(self.ledger), 1, full=self.ctx.full("call"))
         answer(refusal[1] if refusal else None)
         return ()
+
+    def _ask_trace(self, id: str, answer: Callable[[list[TraceTold]], object], now: float) -> Iterable[Call]:
+        self._traces[id] = []
+        self.ctx.send(TraceAsk(id=id))
+        self.ctx.call_at(now + TRACE_WAIT_S, lambda: self._told_trace(id, answer))
+        return ()
+
+    def _told_trace(self, id: str, answer: Callable[[list[TraceTold]], object]) -> None:
+        answer(self._traces.pop(id, []))
 
     # -------------------------------------------------------------------------------------------- deadlines, hand-over
 

@@ -16,11 +16,12 @@ from starlette.middleware.cors import CORSMiddleware
 
 from flowinfer.errors import RequestError
 from flowinfer.message import Piece
+from flowinfer.serve.admin import Admin
 from flowinfer.serve.app import App
 from flowinfer.serve.mailbox import Mailbox
 
 if TYPE_CHECKING:
-    from flowinfer.serve.gateway import Gateway, GatewayConfig
+    from flowinfer.serve.gateway import Gateway
 
 log = logging.getLogger(__name__)
 Item = Piece | RequestError
@@ -41,7 +42,7 @@ class HttpServer:
         self._error: Exception | None = None
         app = App(gateway, self.sink)
         self._guarded = app.guarded
-        self._server = _Uvicorn(_config(app, gateway.config), self._started.set)
+        self._server = _Uvicorn(_config(app, gateway), self._started.set)
         self._thread = threading.Thread(target=self._run, name="flowinfer-http", daemon=True)
 
     def start(self) -> None:
@@ -102,9 +103,11 @@ class _Uvicorn(uvicorn.Server):
         self._on_started()
 
 
-def _config(app: App, settings: GatewayConfig) -> uvicorn.Config:
+def _config(app: App, gateway: Gateway) -> uvicorn.Config:
+    settings = gateway.config
     return uvicorn.Config(
-        _with_cors(app, settings.cors) if settings.cors else app,
+        Admin(_with_cors(app, settings.cors) if settings.cors else app, gateway),
+        interface="asgi3",
         ssl_certfile=settings.tls_cert or None,
         ssl_keyfile=settings.tls_key or None,
         http="httptools",
