@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from flowinfer.compare.sweep import Cell
 
-SHOWN = ("ttft_p50", "itl_p50", "latency_p50", "tokens_per_s", "goodput", "hit_rate", "accepted", "memory")
+SHOWN = ("ttft_p50", "itl_p50", "latency_p50", "tokens_per_s", "goodput", "hit_rate", "accepted")
 
 
 @click.command()
@@ -72,7 +72,7 @@ def sweep(
                     groups = run_cell(arm, asks, rounds, in_flight)
                 finally:
                     arm.close()
-            done[key] = finished(key, choice, groups, arm.memory(), limit)
+            done[key] = finished(key, choice, groups, limit)
             append_cell(out, done[key])
         found.append(done[key])
     Console(highlight=False).print(_table(found))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import http.client
-import importlib
 import json
 import queue
 import re
@@ -24,7 +23,6 @@ from flowinfer.errors import FlowInferError, RequestError
 from flowinfer.graph.plan import Plan
 from flowinfer.message import Piece
 from flowinfer.runtime.local import LocalService
-from flowinfer.runtime.stats import resident_bytes
 from flowinfer.serve.gateway import GatewayConfig
 from flowinfer.serve.openai.chat import ChatRequest, chat_job
 from flowinfer.serve.openai.completions import CompletionRequest, completion_job
@@ -58,36 +56,31 @@ class Arm(Protocol):
     def answer(self, asks: Sequence[Ask], salt: str) -> list[Answer]:
         """Sends these requests at once and waits for all answers."""
 
-    def memory(self) -> int:
-        """Bytes of resident memory that this side holds."""
+    def memory(self) -> int | None:
+        """Bytes of resident memory that this side holds; None where it can't be told from the other's."""
 
     def close(self) -> None: ...
 
 
 class LocalArm:
-    """The graph fused into a thread of this process. Memory: what this process grew by while this side was at work."""
+    """The graph fused into a thread of this process, whose memory it shares with the other side."""
 
     def __init__(self, plan: Plan, opened: Callable[[LocalService], None] = lambda service: None) -> None:
         config = GatewayConfig.of(plan)
         self._model = config.models[0]
         self._limits = Limits(config.models, config.max_requests, config.default_max_tokens, config.tools)
-        _import_libraries()
-        before = resident_bytes()
         self._service = LocalService(plan)
         self._service.open()
         opened(self._service)
         self._service.start()
-        self._memory = resident_bytes() - before
 
     def answer(self, asks: Sequence[Ask], salt: str) -> list[Answer]:
-        before = resident_bytes()
         ended: queue.SimpleQueue[int] = queue.SimpleQueue()
         answers = [Answer(asked=0.0) for _ in asks]
         for index, ask in enumerate(asks):
             self._submit(ask, salt, answers[index], partial(ended.put, index))
         for _ in asks:
             self._wait(ended)
-        self._memory += resident_bytes() - before
         return answers
 
     def _submit(self, ask: Ask, salt: str, answer: Answer, done: Any) -> None:
@@ -113,17 +106,11 @@ class LocalArm:
                 if self._service.error is not None:
                     raise FlowInferError(f"The pipeline broke: {self._service.error}") from self._service.error
 
-    def memory(self) -> int:
-        return self._memory
+    def memory(self) -> int | None:
+        return None
 
     def close(self) -> None:
         self._service.close()
-
-
-def _import_libraries() -> None:
-    """What the first of two sides would else be charged for."""
-    for name in ("torch", "tokenizers", "jinja2", "safetensors"):
-        importlib.import_module(name)
 
 
 def _take(answer: Answer, got: Piece | RequestError, done: Any) -> None:

@@ -57,7 +57,7 @@ class Comparison(msgspec.Struct):
     b: Side
 
 
-def compared(groups: Sequence[Group], memory: tuple[int, int], setup: Setup) -> Comparison:
+def compared(groups: Sequence[Group], memory: tuple[int | None, int | None], setup: Setup) -> Comparison:
     """The comparison of what was measured."""
     found, answers = figures(groups, setup.limit, memory, setup.seed), compare_answers(groups)
     return Comparison(

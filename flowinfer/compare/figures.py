@@ -108,7 +108,9 @@ def unit_of(name: str) -> Unit:
     return {row[0]: row[2] for row in _RATIOS}.get(name, "bytes" if name == "memory" else "s")
 
 
-def figures(groups: Sequence[Group], limit: Limit, memory: tuple[int, int], seed: int = 0) -> list[Figure]:
+def figures(
+    groups: Sequence[Group], limit: Limit, memory: tuple[int | None, int | None], seed: int = 0
+) -> list[Figure]:
     """All figures. Failed requests count in goodput only."""
     picks = np.random.default_rng(seed).integers(0, len(groups), (NUM_RESAMPLES, len(groups)))
     found = _percentiles(groups, picks)
@@ -119,7 +121,7 @@ def figures(groups: Sequence[Group], limit: Limit, memory: tuple[int, int], seed
         points = _ratio(top_a.sum(), under_a.sum()), _ratio(top_b.sum(), under_b.sum())
         found.append(_figure(name, title, unit, False, points, draws))
     a, b = memory
-    found.append(Figure("memory", "memory", "bytes", True, a, b, b / a - 1 if a > 0 else None))
+    found.append(Figure("memory", "memory", "bytes", True, a, b, b / a - 1 if a and b else None))
     return found
 
 

@@ -51,7 +51,7 @@ def about_answers(answers: Answers) -> str:
 def sentence(figure: Figure) -> str:
     """The verdict on one figure."""
     if figure.change is None:
-        return "not measured"
+        return "with --real only" if figure.name == "memory" else "not measured"
     if figure.low is None:
         return "no interval"
     if not figure.told_apart:
