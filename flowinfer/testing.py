@@ -5,6 +5,7 @@ Inline, the whole graph runs in this process without sockets; over HTTP, against
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 import re
@@ -64,7 +65,7 @@ class Case(_Strict):
     chat: str | list[dict[str, Any]] | None = None
     prompt: str | list[int] | None = None
     fields: dict[str, Any] = Field({}, alias="with")
-    expect: Expect
+    expect: Expect | None = None
 
     @model_validator(mode="after")
     def _asks_one_thing(self) -> Case:
@@ -88,18 +89,22 @@ class Case(_Strict):
 class PipelineTest(_Strict):
     """A test file. `pipeline` is relative to it; `set` changes settings as --set does; cases run in order.
 
-    `cases_of` names another test file, whose cases run here too.
+    `cases_of` names another test file, whose cases run here too. `equivalent_to` names another pipeline, run in this
+    process with the same `set`: it must answer each case with the same text. Cases then need no `expect`.
     """
 
     pipeline: str
     set: dict[str, Any] = {}
     cases_of: str | None = None
+    equivalent_to: str | None = None
     cases: list[Case] = []
 
     @model_validator(mode="after")
     def _has_cases(self) -> PipelineTest:
         if not self.cases and self.cases_of is None:
             raise ValueError("there are no cases")
+        if self.equivalent_to is None and (idle := [case.name for case in self.cases if case.expect is None]):
+            raise ValueError(f"case {idle[0]!r} expects nothing, so it can't fail; give expect or equivalent_to")
         return self
 
     @classmethod
@@ -120,7 +125,14 @@ class PipelineTest(_Strict):
 
     def plan(self, path: Path) -> Plan:
         """The plan of the pipeline under test."""
-        return load_plan(path.parent / self.pipeline, sets=[f"{key}={value}" for key, value in self.set.items()])
+        return self._plan(path.parent / self.pipeline)
+
+    def other_plan(self, path: Path) -> Plan | None:
+        """The plan of the pipeline that must answer the same, if there is one."""
+        return self._plan(path.parent / self.equivalent_to) if self.equivalent_to else None
+
+    def _plan(self, file: Path) -> Plan:
+        return load_plan(file, sets=[f"{key}={value}" for key, value in self.set.items()])
 
 
 class Outcome(_Strict):
@@ -134,25 +146,40 @@ class Outcome(_Strict):
 def run_inline(path: Path) -> Iterator[Outcome]:
     """Runs the cases of a test file in this process, one after the other."""
     test = PipelineTest.load(path)
-    plan = test.plan(path)
-    fetch_models(plan)
-    config = GatewayConfig.of(plan)
-    limits = Limits(config.models, config.max_requests, config.default_max_tokens, config.tools)
-    with LocalService(plan) as service:
-        yield from _run(test, config.models[0], lambda case: _ask_inline(service, limits, config.models[0], case))
+    with _inline(test.plan(path)) as ask, _inline(test.other_plan(path)) as other:
+        assert ask is not None
+        yield from _run(test, ask, other)
 
 
 def run_over_http(path: Path, url: str) -> Iterator[Outcome]:
     """Runs the cases of a test file against a running service."""
     test = PipelineTest.load(path)
     model = _http(url, "GET", "/v1/models", None)[1]["data"][0]["id"]
-    yield from _run(test, model, lambda case: _http(url, "POST", case.path, case.body(model)))
+    with _inline(test.other_plan(path)) as other:
+        yield from _run(test, lambda case: _http(url, "POST", case.path, case.body(model)), other)
 
 
-def _run(test: PipelineTest, model: str, ask: Ask) -> Iterator[Outcome]:
+@contextlib.contextmanager
+def _inline(plan: Plan | None) -> Iterator[Ask | None]:
+    """The pipeline of a plan in this process, to be asked; None without a plan."""
+    if plan is None:
+        yield None
+        return
+    fetch_models(plan)
+    config = GatewayConfig.of(plan)
+    limits = Limits(config.models, config.max_requests, config.default_max_tokens, config.tools)
+    with LocalService(plan) as service:
+        yield lambda case: _ask_inline(service, limits, config.models[0], case)
+
+
+def _run(test: PipelineTest, ask: Ask, other: Ask | None) -> Iterator[Outcome]:
     for case in test.cases:
         status, body = ask(case)
-        problems = _error_problems(case.expect, status, body) or _answer_problems(case.expect, status, body)
+        problems: list[str] = []
+        if case.expect is not None:
+            problems = _error_problems(case.expect, status, body) or _answer_problems(case.expect, status, body)
+        if other is not None and (wanted := _text(other(case)[1])) != _text(body):
+            problems.append(f"answers {_text(body)!r}, but {test.equivalent_to} answers {wanted!r}")
         yield Outcome(case=case, text=_text(body), problems=tuple(problems))
 
 
