@@ -43,6 +43,12 @@ def test_the_stage_example_checks_and_is_fifteen_lines(tmp_path: Path) -> None:
     assert len(code) <= 15
 
 
+def test_the_guarded_example_checks(tmp_path: Path) -> None:
+    file = tmp_path / "guarded.yaml"
+    file.write_text(block("file: guarded.yaml").replace("pipelines/", f"{ROOT}/pipelines/"))
+    assert check(load(file)).problems == []
+
+
 def test_the_stage_example_answers(tmp_path: Path) -> None:
     """In a graph of two plain stages, so that no model is needed."""
     write_example(tmp_path)

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from flowinfer import __version__
+from flowinfer.serve.anthropic.messages import Conversation, MessageRequest
 from flowinfer.serve.files_api import BatchRequest
 from flowinfer.serve.openai.chat import ChatRequest
 from flowinfer.serve.openai.completions import CompletionRequest
@@ -51,6 +52,8 @@ OPERATIONS = (
     Operation("get", "/v1/batches", "The batches of this client.", api="openai"),
     Operation("get", "/v1/batches/{id}", "How far a batch is.", api="openai"),
     Operation("post", "/v1/batches/{id}/cancel", "Stops a batch.", api="openai"),
+    Operation("post", "/v1/messages", "Answers a chat.", MessageRequest, "anthropic"),
+    Operation("post", "/v1/messages/count_tokens", "Counts a chat's tokens.", Conversation, "anthropic"),
 )
 _UPLOAD = {
     "type": "object",
@@ -81,7 +84,8 @@ def document(apis: Collection[str], *, keys: bool) -> dict[str, Any]:
 
 
 def _operation(operation: Operation, schemas: dict[type[msgspec.Struct], dict[str, Any]]) -> dict[str, Any]:
-    error = {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}
+    schema = {} if operation.api == "anthropic" else {"schema": {"$ref": "#/components/schemas/Error"}}
+    error = {"application/json": schema}
     found: dict[str, Any] = {
         "summary": operation.summary,
         "responses": {

@@ -56,13 +56,13 @@ class MessageRequest(Conversation, forbid_unknown_fields=True, kw_only=True):
 
 # What each field may say without changing the answer. metadata, user_profile_id and workspace_id only label a request;
 # cache_control asks for what is done anyway.
-_NEUTRAL: tuple[tuple[str, tuple[Any, ...]], ...] = (
+NEUTRAL: tuple[tuple[str, tuple[Any, ...]], ...] = (
     ("output_config", ({},)),
     ("context_management", ()),
     ("mcp_servers", ([],)),
     ("speed", ("standard",)),
 )
-_NEUTRAL_ALONE: tuple[tuple[str, tuple[Any, ...]], ...] = (
+NEUTRAL_ALONE: tuple[tuple[str, tuple[Any, ...]], ...] = (
     ("service_tier", ("auto", "standard_only")),
     ("container", ()),
     ("diagnostics", ()),
@@ -81,7 +81,7 @@ class Rendered(msgspec.Struct):
 def message_job(request: MessageRequest, id: str, limits: Limits) -> Job:
     """The call of a request. Raises RequestError naming the field that is wrong or can't be honoured."""
     rendered = render(request, limits)
-    refuse(request, _NEUTRAL_ALONE)
+    refuse(request, NEUTRAL_ALONE)
     call = Call(
         id=id,
         sampling=_sampling(request),
@@ -97,7 +97,7 @@ def message_job(request: MessageRequest, id: str, limits: Limits) -> Job:
 def render(request: Conversation, limits: Limits) -> Rendered:
     """The conversation with its tools. Raises RequestError naming the field at fault."""
     check_model(request.model, limits)
-    refuse(request, _NEUTRAL)
+    refuse(request, NEUTRAL)
     if not request.messages:
         raise invalid("messages", "needs at least one message.")
     if request.messages[-1].role == "assistant":

@@ -60,7 +60,7 @@ class ChatRequest(Common, forbid_unknown_fields=True, kw_only=True):
 
 # What each field may say without changing the answer. `metadata`, `user`, `safety_identifier` and `prompt_cache_key`
 # only label a request, and are taken as they come.
-_NEUTRAL: tuple[tuple[str, tuple[Any, ...]], ...] = (
+NEUTRAL: tuple[tuple[str, tuple[Any, ...]], ...] = (
     ("audio", ()),
     ("function_call", ("none",)),
     ("functions", ([],)),
@@ -79,7 +79,7 @@ _NEUTRAL: tuple[tuple[str, tuple[Any, ...]], ...] = (
 def chat_job(request: ChatRequest, id: str, limits: Limits) -> Job:
     """The calls of a chat request. Raises RequestError naming the field that is wrong or can't be honoured."""
     check_model(request.model, limits)
-    refuse(request, _NEUTRAL)
+    refuse(request, NEUTRAL)
     check_stream(request)
     check_cache(request)
     sampling = sampling_of(request, _max_tokens(request, limits), _logprobs(request), grammar_of(request))

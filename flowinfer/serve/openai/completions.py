@@ -40,10 +40,13 @@ class CompletionRequest(Common, forbid_unknown_fields=True, kw_only=True):
     suffix: str | None = None
 
 
+NEUTRAL: tuple[tuple[str, tuple[Any, ...]], ...] = (("suffix", ("",)),)  # and best_of as n
+
+
 def completion_job(request: CompletionRequest, id: str, limits: Limits) -> Job:
     """The calls of a completion request: prompts times choices. Raises RequestError naming the field at fault."""
     check_model(request.model, limits)
-    refuse(request, [("suffix", ("",)), ("best_of", (request.n or 1,))])
+    refuse(request, [*NEUTRAL, ("best_of", (request.n or 1,))])
     check_stream(request)
     check_cache(request)
     in_range("max_tokens", request.max_tokens, 1, MAX_TOKEN_ID)

@@ -84,7 +84,7 @@ class ResponsesRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True)
     cache_salt: str | None = None  # extension, as in chats
 
 
-_NEUTRAL: tuple[tuple[str, tuple[Any, ...]], ...] = (
+NEUTRAL: tuple[tuple[str, tuple[Any, ...]], ...] = (
     ("access_programs", ()),
     ("background_options", ()),
     ("context_management", ([],)),
@@ -107,7 +107,7 @@ def response_job(
     request: ResponsesRequest, id: str, limits: Limits, messages: Messages, on_end: Callable[[dict[str, Any]], None]
 ) -> Job:
     """The call of a request whose conversation is `messages`. Raises RequestError naming the field at fault."""
-    refuse(request, _NEUTRAL)
+    refuse(request, NEUTRAL)
     if request.reasoning is not None and (request.reasoning.summary or request.reasoning.generate_summary):
         raise unsupported("reasoning.summary")
     if request.background and request.stream:

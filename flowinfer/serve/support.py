@@ -1,0 +1,59 @@
+"""Which fields of which API are honoured, in a table made from the types and rules that read requests.
+
+`python -m flowinfer.serve.support` prints it; `flowinfer/serve/FIELDS.md` holds it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import msgspec
+
+from flowinfer.serve.anthropic import messages as anthropic
+from flowinfer.serve.openai import chat, completions, responses
+
+Rules = Iterable[tuple[str, tuple[Any, ...]]]
+_LABELS = {"metadata", "user", "safety_identifier", "prompt_cache_key", "cache_control"}
+_NOTES = {
+    ("chat", "tools"): "with a tool parser",
+    ("completions", "best_of"): "only as `n`",
+    ("completions", "echo"): "without `logprobs`",
+    ("responses", "stream"): "not with `background`",
+}
+HEAD = """# Fields of requests
+
+Each field is honoured or refused by its name with 400; none is ignored, and fields that aren't listed are refused.
+"yes": honoured. "label": taken, changes nothing. "only ...": these values ask for nothing; all others are refused.
+
+"""
+APIS: Mapping[str, tuple[type[msgspec.Struct], Rules]] = {
+    "chat": (chat.ChatRequest, chat.NEUTRAL),
+    "completions": (completions.CompletionRequest, completions.NEUTRAL),
+    "responses": (responses.ResponsesRequest, responses.NEUTRAL),
+    "messages": (anthropic.MessageRequest, (*anthropic.NEUTRAL, *anthropic.NEUTRAL_ALONE)),
+}
+
+
+def standing(api: str, field: str) -> str:
+    """How a field of an API stands: "yes", "label", "only ...", "refused", or "" where the API has none of the name."""
+    kind, rules = APIS[api]
+    if field not in kind.__struct_fields__:
+        return ""
+    if (api, field) in _NOTES:
+        return _NOTES[api, field]
+    values = dict(rules).get(field)
+    if values is None:
+        return "label" if field in _LABELS else "yes"
+    return "only " + " ".join(f"`{msgspec.json.encode(value).decode()}`" for value in values) if values else "refused"
+
+
+def table() -> str:
+    """The whole page, as Markdown."""
+    fields = sorted({field for kind, _ in APIS.values() for field in kind.__struct_fields__})
+    rows = [f"| `{field}` | " + " | ".join(standing(api, field) for api in APIS) + " |" for field in fields]
+    return "\n".join([HEAD + "| field | " + " | ".join(APIS) + " |", "|---" * (len(APIS) + 1) + "|", *rows]) + "\n"
+
+
+if __name__ == "__main__":
+    print(table(), end="")
