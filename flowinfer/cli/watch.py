@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import sys
 import threading
 import time
@@ -54,13 +55,22 @@ def _offer(source: Source) -> None:
     from flowinfer.runtime.rewire.protocol import Request
 
     folder = next(folder for service, folder in running() if service.pid == os.getpid())
+    source = ask_service(folder, Request(do="status")).source or source  # with what was set since
     plan = load_source(source)
     reply = ask_service(folder, Request(do="plan", plan=plan))
     click.echo(render(reply))
     if not reply.changes or any(change.kind == "refused" for change in reply.changes):
         return
     if not sys.stdin.isatty():
-        click.echo(f"`flowinfer apply {source.file}` makes these changes.")
+        click.echo(f"`{_command(source)}` makes these changes.")
     elif click.confirm("Change the service?", default=True):
         ask_service(folder, Request(do="apply", plan=plan, source=source, note="saved"))
         click.echo("Done.")
+
+
+def _command(source: Source) -> str:
+    """How the same is asked for on the command line."""
+    options = [part for overlay in source.overlays for part in ("-o", overlay)]
+    options += [part for value in source.sets for part in ("--set", value)]
+    options += ["--allow-local"] * source.allow_local
+    return shlex.join(["flowinfer", "apply", source.file, *options])

@@ -130,8 +130,9 @@ class Controller:
         except FlowInferError as error:
             self._step("refused", error.message)
             raise
-        self.past.append((old, self.source))
-        self.source = source
+        if diff.changes:
+            self.past.append((old, self.source))
+            self.source = source
         self._step("done", f"epoch {self.supervisor.plan.epoch}")
 
     def _refuse(self, diff: Diff, renew: Collection[str]) -> None:
