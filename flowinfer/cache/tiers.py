@@ -54,8 +54,9 @@ def worth_restoring(
 ) -> bool:
     """Whether reading the KV of num_tokens tokens behind `context` others is faster than computing it.
 
-    cost: seconds of a step, a token, a query-key pair (engine.cost.StepTimeModel.coefficients).
+    cost: seconds of a step, a token, a query-key pair (engine.cost.StepTimeModel.coefficients). The step itself isn't
+    saved: what follows the prefix needs one.
     """
-    a, b, c = cost
+    _step, b, c = cost
     pairs = num_tokens * context + num_tokens * (num_tokens + 1) // 2
-    return READ_LATENCY_S + num_bytes / bytes_per_s < a + b * num_tokens + c * pairs
+    return READ_LATENCY_S + num_bytes / bytes_per_s < b * num_tokens + c * pairs

@@ -164,12 +164,13 @@ class DiskTier:
     # ----------------------------------------------------------------------------------------------------- restoring
 
     def restore(self, prompt: Prompt, held: HeldKV, then: Callable[[int], Iterable[Message] | None]) -> bool:
-        """Asks the store for the blocks behind those that `held` has. False: nobody is known to hold any.
+        """Asks the store for the blocks behind those that `held` has. False: there is nothing to ask for.
 
+        It is asked whatever the hint says: one look-up is a millisecond, and right after a start hints lag behind.
         then(num_blocks): as many are in place now; 0 where they aren't there, are damaged, or are computed faster.
         """
         at = held.num_committed
-        if self._closed or prompt.prefix is None or at >= len(prompt.prefix.owners):
+        if self._closed or prompt.prefix is None or at >= len(prompt.prefix.hashes):
             return False
         names = prompt.prefix.hashes[at:]
         blocks = held.blocks[at : at + len(names)]

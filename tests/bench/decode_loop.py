@@ -91,11 +91,13 @@ EDGES = (
 class Service:
     """The five stages in one group over `num_blocks` blocks."""
 
-    def __init__(self, model: Path, *, num_blocks: int, draft: str = "none", **decode: Any) -> None:
+    def __init__(
+        self, model: Path, *, num_blocks: int, draft: str = "none", lookup: dict[str, Any] | None = None, **decode: Any
+    ) -> None:
         named = {"model": str(model), "dtype": "float32"}
         kinds: dict[str, tuple[str, dict[str, Any]]] = {
             "api": ("api", {}),
-            "lookup": ("cache-lookup", named),
+            "lookup": ("cache-lookup", {**named, **(lookup or {})}),
             "prefill": ("prefill", {**named, "token_budget": 96}),
             "transfer": ("kv-transfer", named),
             "decode": ("moe-decode", {**named, "max_batch": 8, **decode}),
