@@ -7,6 +7,8 @@ dispatch's own work model gives for the tokens it doesn't find; what it computes
 from __future__ import annotations
 
 import heapq
+import math
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -38,7 +40,7 @@ class Routed:
 class _Worker:
     consumer: Consumer
     pool: KVPool
-    free_at: float = 0.0
+    queue: deque[tuple[int, TraceRequest]] = field(default_factory=deque)  # the first one is being computed
     busy_s: float = 0.0
 
 
@@ -52,31 +54,39 @@ class _Run:
     speed: float  # predicted ms that one worker does in a second of the trace
     hits: int = 0
     waits: list[float] = field(default_factory=list)
-    done: list[tuple[float, int, _Worker, TraceRequest]] = field(default_factory=list)  # by time
+    ends: list[tuple[float, int, _Worker]] = field(default_factory=list)  # of what is being computed
 
     def finish_until(self, now: float) -> None:
-        """Caches what was computed by now."""
-        while self.done and self.done[0][0] <= now:
-            _, number, worker, request = heapq.heappop(self.done)
+        """Caches what was computed by now; its workers go on with their next ones."""
+        while self.ends and self.ends[0][0] <= now:
+            at, number, worker = heapq.heappop(self.ends)
+            _, request = worker.queue.popleft()
             worker.consumer.sent.pop(str(number))
             worker.consumer.outstanding -= 1
             worker.consumer.credit[""] += 1
             keep(worker.pool, request.blocks)
+            if worker.queue:
+                self._begin(worker, at)
 
-    def start(self, number: int, worker: _Worker, request: TraceRequest, work: float) -> None:
-        """Queues a request on a worker. It finds what the worker has cached when it comes."""
-        found = worker.pool.num_matching(request.blocks)
-        tokens = float(request.input_length)
-        cost = predicted_ms(tokens) - predicted_ms(tokens * found / max(1, len(request.blocks)))
-        begin = max(worker.free_at, request.at)
-        worker.free_at = begin + cost / self.speed
-        worker.busy_s += cost / self.speed
+    def add(self, number: int, worker: _Worker, request: TraceRequest, work: float) -> None:
+        """Queues a request on a worker."""
         worker.consumer.sent[str(number)] = work
         worker.consumer.outstanding += 1
         worker.consumer.credit[""] -= 1
+        worker.queue.append((number, request))
+        if len(worker.queue) == 1:
+            self._begin(worker, request.at)
+
+    def _begin(self, worker: _Worker, at: float) -> None:
+        """The request finds what the worker has cached by now."""
+        number, request = worker.queue[0]
+        found = worker.pool.num_matching(request.blocks)
+        tokens = float(request.input_length)
+        cost = predicted_ms(tokens) - predicted_ms(tokens * found / max(1, len(request.blocks)))
+        worker.busy_s += cost / self.speed
         self.hits += found
-        self.waits.append(begin - request.at)
-        heapq.heappush(self.done, (worker.free_at, number, worker, request))
+        self.waits.append(at - request.at)
+        heapq.heappush(self.ends, (at + cost / self.speed, number, worker))
 
 
 def keep(pool: KVPool, blocks: Sequence[bytes]) -> None:
@@ -102,7 +112,8 @@ def route(trace: Trace, way: str, num_workers: int, blocks_each: int, load: floa
     for number, request in enumerate(trace.requests):
         run.finish_until(request.at)
         worker, work = choose(run, number, request)
-        run.start(number, worker, request, work)
+        run.add(number, worker, request, work)
+    run.finish_until(math.inf)
     busy = [worker.busy_s for worker in workers]
     waits = np.sort(run.waits)
     return Routed(
