@@ -49,12 +49,14 @@ class ReplyFormat(msgspec.Struct, array_like=True, kw_only=True, frozen=True):
 class Grammar(msgspec.Struct, array_like=True, frozen=True):
     """What the output must match. text: a JSON Schema, a regular expression, a JSON list of choices, or Lark or GBNF.
 
-    param: the field of the request that it came in, for errors.
+    param: the field of the request that it came in, for errors.  after: the token behind which the grammar begins, as
+    the end of reasoning; None: it binds from the first token.
     """
 
     kind: Literal["json", "regex", "choice", "lark"]
     text: str
     param: str = "response_format"
+    after: int | None = None
 
 
 class Sampling(msgspec.Struct, array_like=True, kw_only=True, frozen=True):

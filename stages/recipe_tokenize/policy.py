@@ -86,6 +86,13 @@ def fit(
     )
 
 
+def with_grammar_after(sampling: Sampling, token: int | None) -> Sampling:
+    """Sampling whose grammar, if it has one, begins behind this token: the model thinks first."""
+    if sampling.grammar is None:
+        return sampling
+    return msgspec.structs.replace(sampling, grammar=msgspec.structs.replace(sampling.grammar, after=token))
+
+
 def check_hopeless(min_tokens: int, *, context: int, param: str) -> None:
     """Raises RequestError (400) for text that is too long whatever tokens it may give."""
     if min_tokens > context - 1:

@@ -14,7 +14,7 @@ from flowinfer.errors import ModelError, RequestError
 from flowinfer.message import Call, Ids, Prompt, ReplyFormat
 from flowinfer.stage import Contract, ModelUse, Stage, StageConfig, setting
 from flowinfer.stages.recipe_tokenize import policy, reply
-from flowinfer.text.reply.formats import ReasoningParser, ToolParser
+from flowinfer.text.reply.formats import THINK_CLOSE, ReasoningParser, ToolParser
 from flowinfer.units import TokenCount
 
 if TYPE_CHECKING:
@@ -54,6 +54,7 @@ class RecipeTokenize(Stage):
         tokenizer.check_templates()
         self.tokenizer = tokenizer
         self._habits = reply.habits_of(tokenizer, self.config.tool_parser, self.config.reasoning_parser)
+        self._think_end: int | None = tokenizer.vocabulary.full.token_to_id(THINK_CLOSE)
         self._pooled: set[str] = set()
 
     def step(self, calls: list[Call]) -> Iterable[Prompt]:
@@ -100,12 +101,13 @@ class RecipeTokenize(Stage):
         tokens, form = self._chat(call) if call.messages is not None else (self._plain(call), None)
         param = "prompt" if call.messages is None else "messages"
         policy.check_length(len(tokens), context=context, limit=self.config.max_prompt_tokens, param=param)
+        sampling = policy.fit(
+            call.sampling, prompt_tokens=len(tokens), context=context, eos_ids=self.tokenizer.eos_ids, reply=form
+        )
         return Prompt(
             id=call.id,
             tokens=tokens,
-            sampling=policy.fit(
-                call.sampling, prompt_tokens=len(tokens), context=context, eos_ids=self.tokenizer.eos_ids, reply=form
-            ),
+            sampling=sampling if form is None else policy.with_grammar_after(sampling, self._think_end),
             cache_salt=call.cache_salt,
             cache_class=call.cache_class,
             deadline=call.deadline,
@@ -114,8 +116,9 @@ class RecipeTokenize(Stage):
     def _chat(self, call: Call) -> tuple[Ids, ReplyFormat | None]:
         segments = self.segments(call)
         self._check_chars(sum(len(segment.text) for segment in segments), "messages")
-        # A grammar binds the answer from its first token, so all of it is text.
-        form = None if call.sampling.grammar else self._habits.format_of(call.tools, segments)
+        form = self._habits.format_of(None if call.sampling.grammar else call.tools, segments)
+        if call.sampling.grammar and not (form and form.thinking and self._think_end is not None):
+            form = None  # the grammar binds the answer from its first token, so all of it is text
         return self.tokenizer.encode_segments(segments), form
 
     def segments(self, call: Call) -> list[Segment]:

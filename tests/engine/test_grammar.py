@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import numpy as np
 import pytest
 
 from flowinfer.engine.grammar import Grammars
+from flowinfer.engine.grammar.after import AfterToken
 from flowinfer.engine.grammar.guidance import GuidanceEngine, check
 from flowinfer.errors import RequestError
 from flowinfer.message import Grammar
@@ -90,6 +92,22 @@ def test_a_matcher_walks_and_comes_back() -> None:
     matcher.rollback(2)
     assert matcher.allowed().tobytes() == before
     assert not matcher.error
+
+
+def test_a_grammar_that_waits_for_a_token_sleeps_again_when_that_is_undone() -> None:
+    matcher = AfterToken(engine().compile(Grammar("regex", "ab")).start(), ord(">"), [256])
+    anything = matcher.allowed().tobytes()
+    assert not matcher.advance(256)
+    assert matcher.fitting(list(b"zz>abc")) == 5
+    assert matcher.allowed().tobytes() == anything
+    for token in b"z>a":
+        assert matcher.advance(token)
+    assert not matcher.advance(ord("z"))
+    matcher.rollback(2)
+    assert matcher.allowed().tobytes() == anything
+    for token in b">ab":
+        assert matcher.advance(token)
+    assert np.flatnonzero(np.unpackbits(matcher.allowed(), bitorder="little")).tolist() == [256]
 
 
 def test_equal_grammars_are_compiled_once_and_the_oldest_are_forgotten() -> None:

@@ -93,6 +93,30 @@ def test_random_schemas_always_hold_and_drafts_change_no_token(
         jsonschema.validate(json.loads(text.decode(answers[0][id])), schemas[id])
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_grammar_begins_where_reasoning_ends_also_inside_a_draft(
+    model: Path, text: TextTokenizer, temperature: float
+) -> None:
+    (end,) = text.encode_plain("x").tolist()
+    words = "ab12"
+    answers = []
+    for draft in ("none", "ngram"):
+        service = Service(model, num_blocks=60, draft=draft)
+        for n in range(6):
+            ids = text.encode_plain(f"{n} " + f"think {words} x{words} " * 6)
+            grammar = Grammar("regex", "(ab12){2}", after=end)
+            options = {"temperature": temperature, "logit_bias": {end: 2.0 if temperature else 6.0}, "seed": n}
+            service.send(prompt(f"t{n}", ids, ignore_eos=False, grammar=grammar, max_tokens=300, **options))
+        answers.append(service.finish(f"t{n}" for n in range(6)))
+    assert answers[0] == answers[1]
+    stopped = [id for id in answers[1] if service.client.ended[id].reason == "stop"]
+    assert stopped
+    for id in stopped:
+        _, _, answer = text.decode(answers[1][id]).partition("x")
+        assert answer == "ab12ab12"
+    assert temperature == 0 or any(len(answers[1][id]) > 9 for id in stopped)  # some thought first
+
+
 def test_a_preempted_sequence_goes_on_in_its_grammar(model: Path, text: TextTokenizer) -> None:
     schema = {"type": "array", "items": {"type": "integer", "maximum": 99999, "minimum": 10000}, "minItems": 20}
     ids = [f"p{n}" for n in range(5)]

@@ -6,6 +6,7 @@ from collections.abc import Collection
 
 import numpy as np
 
+from flowinfer.engine.grammar.after import AfterToken, all_but
 from flowinfer.engine.grammar.base import Bits, Matcher
 from flowinfer.message import Ids
 
@@ -17,8 +18,10 @@ class Constraint:
     whatever min_tokens says.
     """
 
-    def __init__(self, matcher: Matcher, ends: Collection[int], output: Ids) -> None:
-        self._matcher, self._ends = matcher, frozenset(ends)
+    def __init__(self, matcher: Matcher, ends: Collection[int], output: Ids, after: int | None = None) -> None:
+        """after: the token behind which the grammar begins."""
+        self._matcher: Matcher = matcher if after is None else AfterToken(matcher, after, ends)
+        self._ends = frozenset(ends)
         self._not_ends: Bits | None = None
         self._broken = ""
         self.extend(output)
@@ -59,7 +62,5 @@ class Constraint:
     def may_go_on(self, allowed: Bits) -> bool:
         """Whether these bits hold a token that isn't an end."""
         if self._not_ends is None:
-            flags = np.ones(allowed.size * 8, np.bool_)
-            flags[[end for end in self._ends if end < flags.size]] = False
-            self._not_ends = np.packbits(flags, bitorder="little")
+            self._not_ends = all_but(self._ends, allowed.size)
         return bool((allowed & self._not_ends).any())

@@ -71,7 +71,8 @@ class Sampler:
         if sampling.grammar is not None:
             assert self._grammars is not None, "moe-decode gives the batch its grammars"
             ends = (*self.eos_token_ids, *sampling.stop_token_ids)
-            self._constraints[slot] = Constraint(self._grammars.start(sampling.grammar), ends, tokens[num_prompt:])
+            matcher, output = self._grammars.start(sampling.grammar), tokens[num_prompt:]
+            self._constraints[slot] = Constraint(matcher, ends, output, sampling.grammar.after)
         edited = slot in self._histories or slot in self._constraints
         if edited or sampling.logit_bias or sampling.min_tokens > 0:
             self._sampling[slot] = sampling
