@@ -1,0 +1,89 @@
+"""Stages of a service with a real model are swapped while it answers; greedy answers stay what they were."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+from harness import Service, prompt_ids
+
+from flowinfer.graph.plan import Plan
+from flowinfer.runtime.rewire.control import ask, running
+from flowinfer.runtime.rewire.protocol import Reply, Request
+
+PROMPTS = [prompt_ids(12 + 20 * i, seed=i) for i in range(2)]
+MAX_TOKENS = 12
+
+
+class Streams:
+    """Streams that are asked for again and again, each compared with its answer when nothing changed."""
+
+    def __init__(self, service: Service) -> None:
+        self.service = service
+        self.expected = [service.complete(prompt, MAX_TOKENS).text for prompt in PROMPTS]
+        self.num_right = 0
+        self.wrong: list[object] = []
+        self._stop = False
+        self._threads = [threading.Thread(target=self._loop, args=(i,)) for i in range(len(PROMPTS))]
+
+    def __enter__(self) -> Streams:
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._stop = True
+        for thread in self._threads:
+            thread.join()
+
+    def _loop(self, i: int) -> None:
+        while not self._stop and not self.wrong:
+            try:
+                text = self.service.complete(PROMPTS[i], MAX_TOKENS).text
+            except Exception as error:
+                self.wrong.append(error)
+                return
+            if text == self.expected[i]:
+                self.num_right += 1
+            else:
+                self.wrong.append(text)
+
+
+@pytest.fixture
+def folder(prod: Service) -> Iterator[Path]:
+    """The folder of the service, which is as it was when the test ends."""
+    folder = next(path for service, path in running() if service.pid == prod.process.pid)
+    before = status(folder)
+    yield folder
+    if status(folder).stages != before.stages:
+        assert change(folder, before).ok
+
+
+def status(folder: Path) -> Plan:
+    (reply,) = ask(folder, Request(do="status"))
+    assert reply.plan is not None
+    return reply.plan
+
+
+def change(folder: Path, plan: Plan, *renew: str) -> Reply:
+    *_, last = ask(folder, Request(do="apply", plan=plan, renew=renew, probation_s=0.1))
+    return last
+
+
+def with_config(plan: Plan, name: str, **config: object) -> Plan:
+    stage = plan.stages[name]
+    changed = msgspec.structs.replace(stage, config=stage.config | config)
+    return msgspec.structs.replace(plan, stages=plan.stages | {name: changed})
+
+
+def test_swaps_under_load_leave_greedy_answers_as_they_were(prod: Service, folder: Path) -> None:
+    with Streams(prod) as streams:
+        for stage, draft in (("detokenize", "none"), ("route", "ngram")):
+            done = change(folder, with_config(status(folder), "verify", draft=draft, tokens=3), stage)
+            assert done.ok, done.text
+    assert streams.wrong == []
+    assert streams.num_right >= len(PROMPTS)
+    assert status(folder).epoch >= 3
