@@ -1,4 +1,4 @@
-"""What a stage is given in its unit test: a context that records what it is told, and a clock that stands still."""
+"""What a stage is given in its unit test: a context that records what it is told, by a clock that stands still."""
 
 from __future__ import annotations
 
@@ -9,33 +9,22 @@ from typing import Any, TypeVar
 from flowinfer.engine.layout import KVLayout
 from flowinfer.errors import FlowInferError, RequestError
 from flowinfer.message import Event, Message
-from flowinfer.stage import Arena, Stage
+from flowinfer.runtime.clock import FakeClock
+from flowinfer.stage import Arena, Clock, Stage
 
 Made = TypeVar("Made")
 Result = TypeVar("Result")
 OneStage = TypeVar("OneStage", bound=Stage)
 
 
-class FakeClock:
-    """Time that a test sets, in seconds."""
-
-    def __init__(self) -> None:
-        self.time = 0.0
-
-    def now(self) -> float:
-        return self.time
-
-    def wall(self) -> float:
-        return self.time
-
-
 class FakeContext:
-    """Records failures and events; runs background work at once; credit is without end."""
+    """Records failures and events; runs background work at once; credit is without end. `time` moves its clock."""
 
     def __init__(self, stage: str = "stage") -> None:
         self.stage = stage
         self.worker, self.generation, self.device, self.threads = "front.0", 1, "cpu", 1
-        self.clock = FakeClock()
+        self.time = FakeClock()
+        self.clock: Clock = self.time
         self.listener: socket.socket | None = None
         self.failed: dict[str, RequestError] = {}
         self.sent: list[tuple[Event, str | None]] = []

@@ -19,6 +19,7 @@ h2 { font-size: 17px; margin: 36px 0 8px; } p.sub { color: #66727f; margin: 0 0 
 table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; }
 th { text-align: left; font-weight: 600; color: #66727f; font-size: 13px; }
 th, td { padding: 5px 10px 5px 0; border-bottom: 1px solid #e6eaee; } td.n, th.n { text-align: right; }
+td.n { white-space: nowrap; }
 .B { color: #2e7d32; font-weight: 600; } .A { color: #b4540a; font-weight: 600; } svg { width: 100%; height: auto; }
 pre { background: #f3f5f8; padding: 12px; overflow-x: auto; font-size: 13px; }
 .pair { display: grid; grid-template-columns: 1fr 1fr; gap: 12px; margin: 4px 0 20px; }

@@ -16,10 +16,10 @@ import networkx as nx
 from flowinfer.codec import Codec
 from flowinfer.codec import Header as FrameHeader
 from flowinfer.errors import FlowInferError
-from flowinfer.fakes import FakeClock
 from flowinfer.flow.file import EVENTS, Record, Recording
 from flowinfer.graph.plan import API, EdgePlan, Plan
 from flowinfer.message import Event, Message, Sequence, Text, Tokens, type_registry
+from flowinfer.runtime.clock import FakeClock
 from flowinfer.runtime.local import LocalService
 from flowinfer.runtime.stage_run import Put
 
@@ -71,12 +71,12 @@ class _Exit:
 
     def __init__(self, edge: EdgePlan, clock: FakeClock, out: list[Record]) -> None:
         self.edge = edge
-        self.put: Put = lambda message: out.append(Record(clock.time, edge.name, _copy(message)))
+        self.put: Put = lambda message: out.append(Record(clock.now(), edge.name, _copy(message)))
 
 
 def replay(recording: Recording, part: Part) -> list[Record]:
     """What leaves the part when it is given what came into it. Raises StageError when a stage breaks for good."""
-    clock, out = FakeClock(), list[Record]()
+    clock, out = FakeClock(0.0), list[Record]()
     service = LocalService(part.plan, clock=clock, inline=True)
     for edge in part.outward:
         service.group.by_name[edge.source].add_output(_Exit(edge, clock, out))  # type: ignore[arg-type]
@@ -86,7 +86,7 @@ def replay(recording: Recording, part: Part) -> list[Record]:
         for record in recording.records:
             if record.edge != EVENTS and record.edge not in inward:
                 continue
-            clock.time = record.at
+            clock.advance(max(0.0, record.at - clock.now()))
             service.run_until_idle()  # timers that are due by now
             _put(service, inward, record)
             service.run_until_idle()
