@@ -138,9 +138,7 @@ CACHE = (
     _counter("prefix_cache_hits_tokens_total", "Prompt tokens reused.", "Prefix cache", vllm="prefix_cache_hits"),
     _counter("prefix_cache_evictions_total", "Cached blocks evicted.", "Prefix cache"),
     _gauge("prefix_cache_blocks", "Blocks whose content is cached.", "Prefix cache"),
-    _counter(
-        "disk_cache_blocks_total", "Blocks of the disk tier, by what was done.", "Prefix cache", "event"
-    ),
+    _counter("disk_cache_blocks_total", "Blocks of the disk tier, by what was done.", "Prefix cache", "event"),
     _counter("disk_cache_faults_total", "Reads and writes of the disk tier that failed.", "Prefix cache", "cause"),
     _gauge("disk_cache_read_bytes_per_second", "Speed of restoring from disk.", "Prefix cache", unit="Bps"),
 )

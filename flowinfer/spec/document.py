@@ -128,12 +128,15 @@ class _Loader:
 
 
 def _read_problem(file: str, user: Mark | None, error: Exception) -> Problem:
+    reason, help = str(error), "Give a file of YAML text."
     if isinstance(error, UnicodeDecodeError):
-        reason = f"it isn't UTF-8 (byte {error.start})"
+        reason, help = f"it isn't UTF-8 (byte {error.start})", "Save it as UTF-8."
     elif isinstance(error, OSError):
         reason = (error.strerror or str(error)).lower()
-    else:
-        reason = str(error)
+        if isinstance(error, FileNotFoundError):
+            help = "Check the path and its case."
+        elif isinstance(error, PermissionError):
+            help = "Make it readable."
     if user:
         return Problem("FI112", f"{file}, which this extends, can't be read: {reason}.", user)
-    return Problem("FI101", f"{file} can't be read: {reason}.", Mark(file, 1, 1), "Check the path and its case.")
+    return Problem("FI101", f"{file} can't be read: {reason}.", Mark(file, 1, 1), help)

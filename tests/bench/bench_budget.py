@@ -45,7 +45,8 @@ def main() -> None:
     print(machine())
     print(f"{'case':<20} {'decode step ms':>14} {'p50 ms':>8} {'p99 ms':>8} {'bar ms':>8} {'long prompt TTFT s':>19}")
     for name, settings in CASES.items():
-        with service("colocated.yaml", "stages.verify.with.draft=none", "workers.engine.threads=2", *settings) as running:
+        plain = ("stages.verify.with.draft=none", "workers.engine.threads=2")
+        with service("colocated.yaml", *plain, *settings) as running:
             measure(running, 0)  # the step-time model learns
             alone, during, long = measure(running, 1000)
         step = statistics.median(alone) * 1e3

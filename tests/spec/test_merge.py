@@ -184,3 +184,14 @@ def test_text_that_is_not_utf8_is_an_error(tmp_path: Path) -> None:
 
 def test_tree_of_empty_overlay_is_refused() -> None:
     assert read_tree("", "f")[0] is None
+
+
+def test_a_file_that_cannot_be_read_gets_the_help_that_fits(tmp_path: Path) -> None:
+    (tmp_path / "latin.yaml").write_bytes(b"name: caf\xe9")
+    (tmp_path / "folder.yaml").mkdir()
+    cases = {"missing": "path and its case", "latin": "UTF-8", "folder": "file of YAML"}
+    for name, help in cases.items():
+        with pytest.raises(SpecError) as caught:
+            load(tmp_path / f"{name}.yaml")
+        (problem,) = caught.value.problems
+        assert problem.code == "FI101" and help in problem.help, name
