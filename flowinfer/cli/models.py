@@ -11,7 +11,7 @@ from rich.table import Table
 
 from flowinfer.engine import hub
 from flowinfer.engine.layout import KVLayout
-from flowinfer.engine.sources import ALIASES
+from flowinfer.engine.sources import ALIASES, BUNDLED
 from flowinfer.units import format_bytes, format_tokens
 
 
@@ -38,9 +38,9 @@ def pull(model: str, verify: bool, quiet: bool) -> None:
 
 @models.command("list")
 def list_() -> None:
-    """Models in the cache, and aliases that can be pulled."""
+    """Models of the package and in the cache, and aliases that can be pulled."""
     table = Table("model", "architecture", "parameters", "context", "on disk", box=None)
-    found = hub.pulled()
+    found = BUNDLED | hub.pulled()
     for name, path in found.items():
         info = hub.describe(path)
         table.add_row(

@@ -1,6 +1,7 @@
 """Turns what `model:` says into a folder on this machine, and tells what a folder holds. Never imports torch.
 
-A model is an alias (smollm2-135m), a local Hugging Face folder, a GGUF file, or a hub id (org/name).
+A model is one of the package (flowinfer-mini), an alias (smollm2-135m), a local Hugging Face folder, a GGUF file, or
+a hub id (org/name).
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from flowinfer.engine import manifest
 from flowinfer.engine.layout import BLOCK_TOKENS, KVLayout
 from flowinfer.engine.models.config import ModelConfig, read_config
 from flowinfer.engine.models.deepseek_v4.config import V4Config
-from flowinfer.engine.sources import ALIASES, Source
+from flowinfer.engine.sources import ALIASES, BUNDLED, Source
 from flowinfer.errors import ModelError
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
@@ -79,6 +80,8 @@ def resolve(model: str, *, pull: bool = False) -> Path:
 
     A GGUF file is converted into the cache at its first use (about 5 s). Raises ModelError with the command to run.
     """
+    if model in BUNDLED:
+        return BUNDLED[model]
     local = Path(model).expanduser()
     if model not in ALIASES and local.is_dir():
         return _checked_folder(local)
@@ -95,18 +98,22 @@ def resolve(model: str, *, pull: bool = False) -> Path:
 def pull(model: str, progress: bool = True) -> Path:
     """Fetches a model into the cache, unless it's there and intact. Raises ModelError saying why it can't be had."""
     local = Path(model).expanduser()
-    if model not in ALIASES and local.exists():
+    if model in BUNDLED or (model not in ALIASES and local.exists()):
         return resolve(model)
     return _fetched(model, progress=progress)
 
 
 def verify(model: str) -> bool:
-    """Whether every byte of a pulled model is what was pulled."""
+    """Whether every byte of a pulled model, or of one that came with the package, is what it was."""
+    if model in BUNDLED:
+        return manifest.matches(BUNDLED[model])
     return manifest.is_intact(_folder(model), full=True)
 
 
 def discard(model: str) -> None:
-    """Removes a pulled model from the cache."""
+    """Removes a pulled model from the cache. Raises ModelError for one that belongs to the package."""
+    if model in BUNDLED:
+        raise ModelError(f"{model} came with flowinfer and is damaged.", help="Install flowinfer again.")
     shutil.rmtree(_folder(model), ignore_errors=True)
 
 
@@ -127,9 +134,10 @@ def source(model: str) -> Source:
         return ALIASES[model]
     if _HUB_ID.fullmatch(model):
         return Source(hub_id=model)
-    near = difflib.get_close_matches(model, ALIASES, n=1)
+    names = [*BUNDLED, *ALIASES]
+    near = difflib.get_close_matches(model, names, n=1)
     hint = (
-        f"Did you mean {near[0]}?" if near else f"Give a folder, a GGUF file, a hub id or one of: {', '.join(ALIASES)}."
+        f"Did you mean {near[0]}?" if near else f"Give a folder, a GGUF file, a hub id or one of: {', '.join(names)}."
     )
     raise ModelError(f"there is no model {model!r}.", help=hint)
 

@@ -40,6 +40,15 @@ def is_intact(folder: Path, *, full: bool = False) -> bool:
     return True
 
 
+def matches(folder: Path) -> bool:
+    """Whether the content of every file is the manifest's; touches nothing."""
+    manifest = read(folder)
+    return manifest is not None and all(
+        (folder / name).is_file() and sha256(folder / name) == entry["sha256"]
+        for name, entry in manifest["files"].items()
+    )
+
+
 def read(folder: Path) -> dict[str, Any] | None:
     """The manifest, or None where there is none that can be read."""
     try:

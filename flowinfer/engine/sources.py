@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import msgspec
 
 
@@ -32,3 +34,6 @@ ALIASES = {
         ),
     ),
 }
+
+# Models that come with the package: no network, nothing to pull.
+BUNDLED = {"flowinfer-mini": Path(__file__).parent.parent / "models_data" / "flowinfer-mini"}

@@ -1,4 +1,4 @@
-"""Trained shards to a checkpoint folder: routed experts in FP8 with block scales, other matrices bfloat16, a manifest."""
+"""Trained shards to a checkpoint folder: routed experts in FP8 with block scales, the rest bfloat16, a manifest."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def packed(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def export(run: Path, tokenizer: Path, out: Path, *, source: str) -> None:
-    """Writes a complete Hugging Face folder."""
+    """Writes a complete Hugging Face folder; a README.md that is there already stays and is checksummed."""
     out.mkdir(parents=True, exist_ok=True)
     tensors: dict[str, Tensor] = {}
     for shard in sorted(run.glob("weights-*.safetensors")):
@@ -58,7 +58,17 @@ def export(run: Path, tokenizer: Path, out: Path, *, source: str) -> None:
     settings = {"bos_token": BOS, "eos_token": EOS, "chat_template": TEMPLATE, "add_bos_token": False}
     _write(out / "tokenizer_config.json", settings | {"tokenizer_class": "PreTrainedTokenizerFast"})
     _write(out / "training.json", json.loads((run / "log.json").read_text()))
-    manifest.write(out, source=source)
+    _checksum(out, source)
+
+
+def _checksum(folder: Path, source: str) -> None:
+    """A manifest without times: the folder is meant to be copied and versioned."""
+    manifest.write(folder, source=source)
+    found = manifest.read(folder)
+    assert found is not None, "it has just been written"
+    for entry in found["files"].values():
+        entry["mtime_ns"] = 0
+    _write(folder / manifest.NAME, found)
 
 
 def _write(path: Path, content: object) -> None:

@@ -1,0 +1,72 @@
+"""The model that comes with the package: whole, small enough, found without a network, and it writes English."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from decode_loop import Service, prompt
+
+from flowinfer.engine import hub
+from flowinfer.engine.sources import BUNDLED
+from flowinfer.errors import ModelError
+from flowinfer.text.tokenizer import TextTokenizer, load_tokenizer
+
+NAME = "flowinfer-mini"
+MOST_BYTES = 24_000_000
+
+
+@pytest.fixture(autouse=True)
+def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLOWINFER_CACHE", str(tmp_path))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    torch.set_num_threads(1)
+
+
+def encoded(tokenizer: TextTokenizer, text: str) -> list[int]:
+    """A chat of one turn, ready to be answered."""
+    segments = tokenizer.render([{"role": "user", "content": text}], None, add_generation_prompt=True)
+    return tokenizer.encode_segments(segments).tolist()
+
+
+def test_it_is_there_whole_and_small() -> None:
+    folder = hub.resolve(NAME)
+    assert hub.pull(NAME) == folder
+    assert hub.verify(NAME)
+    assert sum(path.stat().st_size for path in folder.iterdir()) < MOST_BYTES
+    assert {"README.md", "config.json", "model.safetensors", "tokenizer.json"} <= {p.name for p in folder.iterdir()}
+    info = hub.describe(folder)
+    assert 12e6 < info.num_params < 20e6
+    assert info.layout().block_tokens == 128
+
+
+def test_a_damaged_copy_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "copy"
+    folder.mkdir()
+    for path in hub.resolve(NAME).iterdir():
+        (folder / path.name).write_bytes(path.read_bytes())
+    monkeypatch.setitem(BUNDLED, NAME, folder)
+    assert hub.verify(NAME)
+    (folder / "config.json").write_text("{}")
+    assert not hub.verify(NAME)
+    with pytest.raises(ModelError, match="damaged"):
+        hub.discard(NAME)
+
+
+def test_its_prompts_look_like_the_large_models() -> None:
+    tokenizer = load_tokenizer(hub.resolve(NAME))
+    text = "Hi <｜Assistant｜> there"
+    ids = encoded(tokenizer, text)
+    assert ids[:2] == [0, 3] and ids[-2:] == [4, 7]
+    assert ids.count(4) == 1, "what a user writes is never a control token"
+    assert tokenizer.decode(ids[2:-2]) == text
+
+
+def test_it_writes_english_through_the_stages() -> None:
+    tokenizer = load_tokenizer(hub.resolve(NAME))
+    ids = encoded(tokenizer, "Write a story with simple words about a brave mouse.")
+    service = Service(Path(NAME), num_blocks=8, draft="ngram")
+    service.send(prompt("story", ids, max_tokens=40))
+    answer = tokenizer.decode(service.finish(["story"])["story"])
+    assert answer.isascii() and {"the", "was"} <= set(answer.split())
