@@ -102,14 +102,13 @@ def _object(body: bytes) -> dict[str, Any]:
 
 def is_anthropic(request: dict[str, Any]) -> bool:
     """Whether a request is in the form of Anthropic's API: what only that has shows it."""
-    tools = request.get("tools") or []
-    blocks = [b for m in request.get("messages") or [] for b in _list(m) if isinstance(b, dict)]
+    tools = _objects(request.get("tools"))
+    blocks = [block for turn in _objects(request.get("messages")) for block in _objects(turn.get("content"))]
     return "system" in request or any("input_schema" in t for t in tools) or any("tool_use_id" in b for b in blocks)
 
 
-def _list(message: Any) -> list[Any]:
-    content = message.get("content") if isinstance(message, dict) else None
-    return content if isinstance(content, list) else []
+def _objects(value: Any) -> list[dict[str, Any]]:
+    return [item for item in value if isinstance(item, dict)] if isinstance(value, list) else []
 
 
 def _print(segments: list[Segment], count: Count, tokenizer: TextTokenizer) -> None:

@@ -56,6 +56,7 @@ def test_mistakes_are_named() -> None:
         ({"messages": [], "tools": [{"name": "f", "input_schema": {}}]}, True),
         ({"messages": [{"role": "user", "content": [{"type": "tool_result", "tool_use_id": "a"}]}]}, True),
         ({"messages": "nonsense"}, False),
+        ({"messages": 3, "tools": [3]}, False),
     ],
 )
 def test_the_form_of_a_request_is_seen(request_: dict[str, Any], expected: bool) -> None:
