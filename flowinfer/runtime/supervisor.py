@@ -101,6 +101,8 @@ class Supervisor:
     # -- phases --------------------------------------------------------------------------------------------------------
 
     def _start(self) -> None:
+        if left := self.controller.journal.unfinished():
+            self._say(f"The last run ended in the step {left[-1].step!r} of a change ({left[0].text}): it isn't made.")
         self.controller.journal.write(0, self.plan.epoch, "start", f"process {os.getpid()}")
         self.start_all()
 

@@ -241,3 +241,9 @@ def test_the_journal_outlives_a_killed_controller_and_nothing_is_left(
     change.service.wait_gone()
     unfinished = [step.step for step in Journal("test", state).unfinished()]
     assert unfinished[0] == "begin" and unfinished[-1] == "drain"
+    again = start(plan)
+    again.wait_ready()
+    assert "The last run ended in the step 'drain' of a change" in again.log.read_text()
+    assert Journal("test", state).unfinished() == []
+    again.process.kill()
+    again.wait_gone()

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import msgspec
 
+from flowinfer.runtime import run_dir
 from flowinfer.runtime.rewire.protocol import Step
 
 MAX_BYTES = 4 << 20  # then the older half goes
@@ -24,7 +25,13 @@ class Journal:
 
     def __init__(self, service: str, parent: Path | None = None) -> None:
         parent = parent or folder()
-        parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        try:
+            parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            writable = os.access(parent, os.W_OK)
+        except OSError:
+            writable = False
+        if not writable:  # as in a container without a home: the service must run all the same
+            parent = run_dir.root()
         self.path = parent / f"{re.sub(r'[^A-Za-z0-9._-]', '_', service)}.changes.jsonl"
         self._trim()
 
