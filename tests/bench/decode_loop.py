@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import threading
+import time
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -123,6 +125,8 @@ class Service:
             generation=1,
             clock=SystemClock(),
         )
+        self.woken = threading.Event()
+        self.group.wake = self.woken.set  # type: ignore[method-assign]
         self.group.open()
         self.client: Client = self.group.by_name["api"].stage  # type: ignore[assignment]
         self.decode: Any = self.group.by_name["decode"].stage
@@ -140,12 +144,16 @@ class Service:
         for _ in range(count):
             self.group.turn()
 
-    def finish(self, ids: Iterable[str], turns: int = 40_000) -> dict[str, list[int]]:
-        ids = list(ids)
-        for _ in range(turns):
+    def finish(self, ids: Iterable[str], seconds: float = 60.0) -> dict[str, list[int]]:
+        """Tokens of these requests once all have ended; waits only for background work and timers."""
+        ids, deadline = list(ids), time.monotonic() + seconds
+        while time.monotonic() < deadline:
             if all(id in self.client.ended for id in ids):
                 self.turn(2)
                 return {id: self.client.tokens.get(id, []) for id in ids}
+            if self.group.wait_s() != 0:
+                self.woken.wait(0.01)
+            self.woken.clear()
             self.group.turn()
         raise AssertionError(f"not ended: {[id for id in ids if id not in self.client.ended]}")
 
