@@ -435,3 +435,10 @@ def test_a_segment_deleted_by_someone_is_a_miss(opened: Open, tmp_path: Path) ->
     segments(tmp_path)[0].unlink()
     store = opened()
     assert held(store, [1]) == [] and put(store, [1]) == [name(1)] and held(store, [1]) == [1]
+
+
+def test_what_is_put_into_a_closed_store_is_dropped_at_once(opened: Open) -> None:
+    store = opened()
+    store.close()
+    done = store.put([(bytes(16), memoryview(bytes(4096)))], namespace="n", cls="chat", tenant="")
+    assert done.result(timeout=5) == []

@@ -70,6 +70,7 @@ class DiskStore:
         self.counts: Counter[str] = Counter()
         self._wall, self._monotonic, self._told, self._told_fault = wall, monotonic, removed, fault
         folder = self._prepare(settings.path)
+        self._closed = False
         self._lock = ServiceLock(folder, settings.service)
         try:
             self._open(folder)
@@ -179,7 +180,10 @@ class DiskStore:
             return []
 
     def close(self) -> None:
-        """Writes what is pending and lets go of the path."""
+        """Writes what is pending and lets go of the path; closing twice is harmless."""
+        if self._closed:
+            return
+        self._closed = True
         self._writer.close()
         self._pool.shutdown()
         self._renew()

@@ -78,6 +78,7 @@ class Writer:
         self._open: dict[tuple[str, int], OpenSegment] = {}  # by class and group, last used last
         self._pending_bytes = 0
         self._paused_until = 0.0
+        self._closed = False
         self._batches: queue.SimpleQueue[_Batch | None] = queue.SimpleQueue()
         self._tick, self._tick_s = tick, tick_s
         self._thread = threading.Thread(target=self._commit_all, name="disk-commit", daemon=True)
@@ -91,13 +92,20 @@ class Writer:
         batch = _Batch()
         for name, payload in blocks:
             with self.lock:
+                if self._closed:
+                    self._count("dropped_closed", 1)
+                    continue
                 place = self._reserve(payload.nbytes, placing)
                 if place is None:
                     continue
                 self._pending_bytes += payload.nbytes
             batch.size += payload.nbytes
             batch.records.append(self._pool.submit(self.write, place, name, payload, placing))
-        self._batches.put(batch)
+        with self.lock:
+            if self._closed:  # nobody takes batches any more: who waits for this one must not wait for ever
+                batch.done.set_result([])
+            else:
+                self._batches.put(batch)
         return batch.done
 
     def write(self, place: tuple[OpenSegment, int], name: bytes, payload: Buffer, placing: Placing) -> Written:
@@ -125,8 +133,10 @@ class Writer:
         return place is not None and bool(self._commit([self.write(place, name, payload, placing)]))
 
     def close(self) -> None:
-        """Stores what is pending, then seals the open segments."""
-        self._batches.put(None)
+        """Stores what is pending, then seals the open segments. What is put from now on is dropped and counted."""
+        with self.lock:
+            self._closed = True
+            self._batches.put(None)
         self._thread.join()
         with self.lock:
             for key in list(self._open):
