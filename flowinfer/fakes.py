@@ -35,7 +35,11 @@ class FakeContext:
         self._shared: dict[object, Any] = {}
 
     def submit(
-        self, fn: Callable[[], Result], then: Callable[[Result | BaseException], Iterable[Message] | None]
+        self,
+        fn: Callable[[], Result],
+        then: Callable[[Result | BaseException], Iterable[Message] | None],
+        *,
+        request: str = "",
     ) -> None:
         outcome: Result | BaseException
         try:
@@ -44,7 +48,7 @@ class FakeContext:
             outcome = error
         self.given += then(outcome) or ()
 
-    def call_at(self, when: float, fn: Callable[[], Iterable[Message] | None]) -> None:
+    def call_at(self, when: float, fn: Callable[[], Iterable[Message] | None], *, request: str = "") -> None:
         self.timers.append((when, fn))
 
     def fail(self, request: str, error: RequestError) -> None:

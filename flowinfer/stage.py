@@ -159,12 +159,20 @@ class Context(Protocol):
     listener: socket.socket | None  # the service's listening socket, in the front worker
 
     def submit(
-        self, fn: Callable[[], Result], then: Callable[[Result | BaseException], Iterable[Message] | None]
+        self,
+        fn: Callable[[], Result],
+        then: Callable[[Result | BaseException], Iterable[Message] | None],
+        *,
+        request: str = "",
     ) -> None:
-        """Runs fn in a small thread pool; `then` runs in the loop with its result or error, and may return messages."""
+        """Runs fn in a small thread pool; `then` runs in the loop with its result or error, and may return messages.
 
-    def call_at(self, when: float, fn: Callable[[], Iterable[Message] | None]) -> None:
-        """Runs fn in the loop once clock.now() reaches `when`."""
+        request: whose work it is, so that it fails at once if `then` raises. Without it, the requests of the step that
+        asked for it do, as far as they are still open.
+        """
+
+    def call_at(self, when: float, fn: Callable[[], Iterable[Message] | None], *, request: str = "") -> None:
+        """Runs fn in the loop once clock.now() reaches `when`. request: as in `submit`."""
 
     def fail(self, request: str, error: RequestError) -> None:
         """Ends a request with an error that its client gets. Frees nothing: the stage has done so."""

@@ -6,7 +6,6 @@ Blocks stay held in the pool while the store writes from them or reads into them
 from __future__ import annotations
 
 import logging
-import os
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
@@ -16,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from flowinfer.cache.disk.retention import Retention
 from flowinfer.cache.disk.store import DiskStore, StoreSettings
-from flowinfer.cache.tiers import DISK, RETENTION, SERVICE, DiskTierConfig, Tiers, tenant_of, worth_restoring
+from flowinfer.cache.tiers import DISK, RETENTION, DiskTierConfig, Tiers, tenant_of, worth_restoring
 from flowinfer.message import BlockRemoved, BlockStored, Message, Prompt
 from flowinfer.observe import metrics
 from flowinfer.stage import Context
@@ -43,7 +42,6 @@ class DiskTier:
             path=Path(config.path).expanduser(),
             size=config.size,
             segment=config.segment,
-            service=os.environ.get(SERVICE) or f"process {os.getpid()}",
             retention=Retention(retention),
             class_limits=config.class_sizes,
             tenant_limit=config.tenant_size,
@@ -179,6 +177,7 @@ class DiskTier:
         self.ctx.submit(
             partial(self._read, names, blocks, context, self.engine.cost.coefficients),
             partial(self._read_done, blocks, then),
+            request=prompt.id,
         )
         return True
 

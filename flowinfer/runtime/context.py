@@ -43,15 +43,19 @@ class StageContext:
             act()
 
     def submit(
-        self, fn: Callable[[], Result], then: Callable[[Result | BaseException], Iterable[Message] | None]
+        self,
+        fn: Callable[[], Result],
+        then: Callable[[Result | BaseException], Iterable[Message] | None],
+        *,
+        request: str = "",
     ) -> None:
-        self._group.submit(self.run, fn, then)
+        self._group.submit(self.run, fn, then, request)
 
-    def call_at(self, when: float, fn: Callable[[], Iterable[Message] | None]) -> None:
+    def call_at(self, when: float, fn: Callable[[], Iterable[Message] | None], *, request: str = "") -> None:
         if self._held_back is not None:
-            self._held_back.append(lambda: self._group.call_at(self.run, when, fn))
+            self._held_back.append(lambda: self._group.call_at(self.run, when, fn, request))
         else:
-            self._group.call_at(self.run, when, fn)
+            self._group.call_at(self.run, when, fn, request)
 
     def fail(self, request: str, error: RequestError) -> None:
         self._group.fail(self.stage, request, error)

@@ -34,6 +34,7 @@ GRACE_S = 1.0  # after a request's End, stages that still hold something of it a
 POOL_THREADS = 4  # `submit`: tokenizing a book, reading a file; more would only take the cores from the model
 
 Work = Callable[[], Iterable[Message] | None]
+Hand = Sequence[Sequence[Message]] | Sequence[str]  # messages of a step, by input, or ids of requests
 
 
 @dataclass
@@ -68,10 +69,11 @@ class Group:
         self.num_late: dict[str, int] = {}
         self.num_reclaimed = 0
         self.trace: Trace | None = None
-        self._timers: list[tuple[float, int, StageRun | None, Work]] = []
+        self._timers: list[tuple[float, int, StageRun | None, Work, Hand]] = []
         self._order = itertools.count()
         self._pool: ThreadPoolExecutor | None = None
-        self._done: deque[tuple[StageRun | None, Work]] = deque()
+        self._done: deque[tuple[StageRun | None, Work, Hand]] = deque()
+        self._hand: Hand = ()  # whose work is being done now, as far as is known
         self._events: deque[Event] = deque()
         self._unsent: list[Outbox] = []  # outboxes to flush
         self._listeners: dict[type[Event], list[StageRun]] = {}
@@ -133,11 +135,10 @@ class Group:
         while self._events:
             self.handle(self._events.popleft())
         while self._done:
-            run, work = self._done.popleft()
-            self._work(run, work)
+            self._work(*self._done.popleft())
         while self._timers and self._timers[0][0] <= self.clock.now():
-            _, _, timed, work = heapq.heappop(self._timers)
-            self._work(timed, work)
+            _, _, *due = heapq.heappop(self._timers)
+            self._work(*due)
         for run in self.runs:
             if run.runnable:
                 if self._unsent:
@@ -171,6 +172,7 @@ class Group:
     def _step(self, run: StageRun) -> None:
         inputs, debts = run.take()
         started = time.perf_counter()
+        self._hand = inputs
         try:
             messages = run.stage.step(*inputs)  # type: ignore[attr-defined]
             if messages is not None:
@@ -178,6 +180,7 @@ class Group:
             run.failures = 0
         except Exception as error:
             self._contain(run, inputs, error)
+        self._hand = ()
         ended = time.perf_counter()
         run.busy_s += ended - started
         if self.trace is not None:
@@ -227,27 +230,34 @@ class Group:
         log.error("%s: stage %s broke", self.name, run.name, exc_info=error)
         # A decode step speaks of slots, not of requests: then all that this worker holds are in the batch.
         ids = request_ids(message for messages in inputs for message in messages) or list(self.open_requests)
-        run.num_failed += len(ids)
-        for request in dict.fromkeys(ids):
-            self.fail(run.name, request, RequestError(500, f"Stage {run.name!r} failed: {error}", code="stage_failed"))
+        self._fail_all(run, ids, error)
         if not self.on_trial(run, error) and run.failures >= MAX_FAILURES:
             raise stage_error(run.plan, error) from error
+
+    def _fail_all(self, run: StageRun, requests: Iterable[str], error: Exception) -> None:
+        for request in dict.fromkeys(requests):
+            run.num_failed += 1
+            self.fail(run.name, request, RequestError(500, f"Stage {run.name!r} failed: {error}", code="stage_failed"))
 
     def on_trial(self, run: StageRun, error: Exception) -> bool:
         """True when somebody will take this stage back, so that the worker needn't give up."""
         return False
 
-    def _work(self, run: StageRun | None, work: Work) -> None:
+    def _work(self, run: StageRun | None, work: Work, hand: Hand = ()) -> None:
         if run is not None and run.closed:
             return
+        self._hand = hand
         try:
             messages = work()
             if messages is not None and run is not None:
                 self._route(run, messages)
-        except Exception:
+        except Exception as error:
             if run is None:
                 raise
             log.exception("%s: stage %s broke in its background work", self.name, run.name)
+            self._fail_all(run, [request for request in _ids_of(hand) if request not in self.closed], error)
+            self.on_trial(run, error)
+        self._hand = ()
         if run is not None:
             self._unsent += run.outboxes
 
@@ -370,22 +380,27 @@ class Group:
     # -- what contexts need --------------------------------------------------------------------------------------------
 
     def submit(
-        self, run: StageRun | None, fn: Callable[[], Any], then: Callable[[Any], Iterable[Message] | None]
+        self,
+        run: StageRun | None,
+        fn: Callable[[], Any],
+        then: Callable[[Any], Iterable[Message] | None],
+        request: str = "",
     ) -> None:
         """Runs fn in the pool and then(result or error) in the loop."""
         if self._pool is None:
             self._pool = ThreadPoolExecutor(POOL_THREADS, thread_name_prefix=f"{self.name}-submit")
+        hand = (request,) if request else self._hand
 
         def finished(future: Future[Any]) -> None:
             if not future.cancelled():
                 outcome = future.exception() or future.result()
-                self._done.append((run, lambda: then(outcome)))
+                self._done.append((run, lambda: then(outcome), hand))
                 self.wake()
 
         self._pool.submit(fn).add_done_callback(finished)
 
-    def call_at(self, run: StageRun | None, when: float, work: Work) -> None:
-        heapq.heappush(self._timers, (when, next(self._order), run, work))
+    def call_at(self, run: StageRun | None, when: float, work: Work, request: str = "") -> None:
+        heapq.heappush(self._timers, (when, next(self._order), run, work, (request,) if request else self._hand))
 
     def wake(self) -> None:
         """Ends the wait of the loop; a subclass with a loop of its own does."""
@@ -401,6 +416,11 @@ class Group:
 
     def offer(self, run: StageRun, port: str, amount: int) -> None:
         """Raises the credit of an input port; edges inside the worker have none."""
+
+
+def _ids_of(hand: Hand) -> list[str]:
+    """The requests that work in hand belongs to."""
+    return [id for one in hand for id in ([one] if isinstance(one, str) else request_ids(one))]
 
 
 def _all(edges: Iterable[FusedEdge | Outbox]) -> Put:

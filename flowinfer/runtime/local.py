@@ -247,16 +247,21 @@ class _LocalGroup(Group):
         super().handle(event)
 
     def submit(
-        self, run: StageRun | None, fn: Callable[[], Any], then: Callable[[Any], Iterable[Message] | None]
+        self,
+        run: StageRun | None,
+        fn: Callable[[], Any],
+        then: Callable[[Any], Iterable[Message] | None],
+        request: str = "",
     ) -> None:
         if not self._inline:
-            super().submit(run, fn, then)
+            super().submit(run, fn, then, request)
             return
+        hand = (request,) if request else self._hand
         try:
             outcome = fn()
         except Exception as error:
             outcome = error
-        self._done.append((run, lambda: then(outcome)))
+        self._done.append((run, lambda: then(outcome), hand))
 
 
 def _upstream_first(plan: Plan) -> list[StagePlan]:

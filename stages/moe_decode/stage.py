@@ -153,7 +153,8 @@ class MoeDecode(Stage):
             self.waiting.append(sequence)
         elif (grammars := self.batch.grammars) is not None:
             self.compiling.add(sequence.id)
-            self.ctx.submit(partial(grammars.compile, grammar), partial(self._compiled, sequence))
+            compile = partial(grammars.compile, grammar)
+            self.ctx.submit(compile, partial(self._compiled, sequence), request=sequence.id)
 
     def _compiled(self, sequence: Sequence, result: BaseException | None) -> None:
         if sequence.id not in self.compiling:

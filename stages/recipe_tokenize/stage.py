@@ -63,7 +63,7 @@ class RecipeTokenize(Stage):
             grammar = call.sampling.grammar.text if call.sampling.grammar else None
             if policy.num_chars([call.messages, call.tools, call.prompt, grammar]) > policy.INLINE_CHARS:
                 self._pooled.add(call.id)
-                self.ctx.submit(partial(self._prompt, call), partial(self._finish, call.id))
+                self.ctx.submit(partial(self._prompt, call), partial(self._finish, call.id), request=call.id)
             else:
                 prompts += self._try(call)
         return prompts

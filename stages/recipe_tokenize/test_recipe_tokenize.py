@@ -30,7 +30,7 @@ class FakeContext:
     def fail(self, request: str, error: RequestError) -> None:
         self.failures[request] = error
 
-    def submit(self, fn: Callable[[], Any], then: Then) -> None:
+    def submit(self, fn: Callable[[], Any], then: Then, *, request: str = "") -> None:
         self.jobs.append((fn, then))
 
     def run_job(self) -> list[Message]:

@@ -73,7 +73,7 @@ class FreeContext:
     def send(self, event: Event, to: str | None = None) -> None:
         self.events.append(event)
 
-    def call_at(self, when: float, fn: Callable[[], Any]) -> None:
+    def call_at(self, when: float, fn: Callable[[], Any], *, request: str = "") -> None:
         """Deadlines don't come up in a benchmark."""
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Collection, Iterable
 from typing import Any, ClassVar
 
@@ -257,6 +258,38 @@ def test_background_errors_reach_then_as_a_value() -> None:
         service.stage("middle").ctx.submit(fail, lambda error: seen.append(error))
         _finish_background(service)
         assert isinstance(seen[0], OSError)
+
+
+@pytest.mark.parametrize("named", [True, False])
+@pytest.mark.parametrize("way", ["submit", "call_at"])
+def test_an_error_in_a_callback_fails_its_requests_at_once(clock: FakeClock, way: str, named: bool) -> None:
+    class Later(Stage):
+        def step(self, prompts: list[Prompt]) -> Iterable[Prompt]:
+            for prompt in prompts:
+                request = {"request": prompt.id} if named else {}
+                if way == "submit":
+                    self.ctx.submit(lambda: None, lambda _, prompt=prompt: self._pass(prompt), **request)  # type: ignore[misc]
+                else:
+                    self.ctx.call_at(clock.now() + 1, lambda prompt=prompt: self._pass(prompt), **request)  # type: ignore[misc]
+            return ()
+
+        def _pass(self, prompt: Prompt) -> Iterable[Prompt]:
+            if prompt.id == "break":
+                raise RuntimeError("that can't be")
+            yield prompt
+
+    with service_of(clock, middle=Later) as service:
+        outcomes = Outcomes(service)
+        outcomes.submit("r1", "break", "r2")
+        service.run_until_idle()
+        clock.advance(2)
+        deadline = time.monotonic() + 10
+        while not all(outcomes.got.values()) and time.monotonic() < deadline:
+            service.turn()
+        assert (outcomes.failed("break").status, outcomes.failed("break").code) == (500, "stage_failed")
+        if named:  # otherwise all that came in the same step may fail
+            assert [outcomes.got[id][0].text for id in ("r1", "r2")] == ["ok", "ok"]
+        assert all(len(got) == 1 for got in outcomes.got.values())
 
 
 def test_a_busy_stage_is_stepped_without_messages() -> None:

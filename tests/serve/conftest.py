@@ -57,7 +57,7 @@ class FakeContext:
             self.sent.append(event)
             self.news.notify_all()
 
-    def call_at(self, when: float, fn: Callable[[], Any]) -> None:
+    def call_at(self, when: float, fn: Callable[[], Any], *, request: str = "") -> None:
         self.timers.append((when, fn))
 
 
