@@ -77,6 +77,7 @@ class Sampling(msgspec.Struct, array_like=True, kw_only=True, frozen=True):
     ignore_eos: bool = False
     logit_bias: dict[int, float] = {}
     logprobs: int | None = None  # number of top alternatives beside the chosen token; None: no logprobs
+    prompt_logprobs: int | None = None  # the same for the prompt's own tokens, whose KV is then computed anew
     grammar: Grammar | None = None
     reply: ReplyFormat | None = None  # None: all of the answer is text
 
@@ -116,6 +117,15 @@ class Prompt(Message):
     deadline: float | None = None
     bucket: str | None = None  # facet `bucket`
     prefix: PrefixHint | None = None  # facet `prefix`
+    arm: str = ""  # as in Call
+
+
+class TokenLogprob(msgspec.Struct, array_like=True):
+    """log-probability (natural, after temperature 1, before filters) of a token, with the best alternatives."""
+
+    token: int
+    logprob: float
+    top: list[tuple[int, float]] = []
 
 
 class KVHandle(msgspec.Struct, array_like=True, kw_only=True):
@@ -134,26 +144,26 @@ class Sequence(Prompt):
     """A prompt whose KV (all tokens but the last) is computed and can be decoded."""
 
     kv: KVHandle | None = None
+    prompt_logprobs: list[TokenLogprob] = []  # of every token but the first, where the sampling asks for them
 
 
 # ------------------------------------------------------------------------------------ what comes out, a step at a time
 
 
 class Opening(msgspec.Struct, array_like=True, kw_only=True):
-    """What detokenize and the gateway must know of a sequence; travels with its first Tokens."""
+    """What detokenize and the gateway must know of a sequence; travels with its first Tokens.
+
+    cached_tokens of the prompt were reused; stored_tokens of the others lie in the prefix cache now.
+    first_token: the prompt's, where prompt_logprobs of the others are there.
+    """
 
     id: str
     sampling: Sampling
     prompt_tokens: int
     cached_tokens: int
-
-
-class TokenLogprob(msgspec.Struct, array_like=True):
-    """log-probability (natural, after temperature 1, before filters) of a token, with the best alternatives."""
-
-    token: int
-    logprob: float
-    top: list[tuple[int, float]] = []
+    stored_tokens: int = 0
+    first_token: int = 0
+    prompt_logprobs: list[TokenLogprob] = []
 
 
 class Finish(msgspec.Struct, array_like=True, kw_only=True):
@@ -203,8 +213,30 @@ class CallPart(msgspec.Struct, array_like=True, kw_only=True):
     arguments: str = ""
 
 
+class PromptToken(msgspec.Struct, array_like=True):
+    """A token of the prompt as text, `data` its bytes. top: id, text and logprob of the best alternatives.
+
+    logprob: natural, of this token behind all before it; None for the first.
+    """
+
+    token: int
+    text: str
+    data: bytes
+    logprob: float | None
+    top: list[tuple[int, str, float]] = []
+
+
+class Opened(msgspec.Struct, array_like=True, kw_only=True):
+    """What the prompt of a sequence took. prompt: its tokens, where their log-probabilities were asked for."""
+
+    prompt_tokens: int
+    cached_tokens: int = 0
+    stored_tokens: int = 0
+    prompt: list[PromptToken] = []
+
+
 class Piece(msgspec.Struct, array_like=True, kw_only=True):
-    """New text of one sequence, always whole characters. The last piece carries `finish`.
+    """New text of one sequence, always whole characters. The first piece carries `opened`, the last `finish`.
 
     An answer is reasoning, then text, then tool calls, each of which may be missing; so is a piece.
     """
@@ -216,6 +248,7 @@ class Piece(msgspec.Struct, array_like=True, kw_only=True):
     finish: Finish | None = None
     reasoning: str = ""
     calls: list[CallPart] = []
+    opened: Opened | None = None
 
 
 class Text(Message):

@@ -99,9 +99,12 @@ class Engine:
     # ------------------------------------------------------------------------------------------- holding and freeing
 
     def start(self, prompt: Prompt) -> HeldKV | None:
-        """Holds blocks for all tokens of the prompt but the last, reusing what is cached here. None: no room now."""
+        """Holds blocks for all tokens of the prompt but the last, reusing what is cached here. None: no room now.
+
+        A prompt whose own log-probabilities are asked for reuses nothing: they come from computing it.
+        """
         names = prompt.prefix.hashes if prompt.prefix else []
-        reused = self.pool.acquire(names)
+        reused = self.pool.acquire(names if prompt.sampling.prompt_logprobs is None else [])
         fresh = self.pool.allocate(self.layout.blocks_for(len(prompt.tokens) - 1) - len(reused))
         if fresh is None:
             self.pool.release(reused)

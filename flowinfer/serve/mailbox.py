@@ -109,6 +109,7 @@ def joined(pieces: list[Piece]) -> Piece:
         finish=pieces[-1].finish,
         reasoning="".join(piece.reasoning for piece in pieces),
         calls=_joined_calls(part for piece in pieces for part in piece.calls),
+        opened=next((piece.opened for piece in pieces if piece.opened), None),
     )
 
 

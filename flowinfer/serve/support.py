@@ -18,7 +18,8 @@ _LABELS = {"metadata", "user", "safety_identifier", "prompt_cache_key", "cache_c
 _NOTES = {
     ("chat", "tools"): "with a tool parser",
     ("completions", "best_of"): "only as `n`",
-    ("completions", "echo"): "without `logprobs`",
+    ("chat", "prompt_logprobs"): "not streamed",
+    ("completions", "prompt_logprobs"): "not streamed",
     ("responses", "stream"): "not with `background`",
 }
 HEAD = """# Fields of requests

@@ -124,7 +124,8 @@ class CacheLookup(Stage):
             prompt.prefix = PrefixHint(hashes=self._names(prompt))
             if self._events is not None and not prompt.cache_salt:
                 self._events.seen(prompt.prefix.hashes, prompt.tokens)
-            if not self.config.share_inflight or self.sharing.arrive(prompt.id, prompt.prefix.hashes, now):
+            waits = self.config.share_inflight and prompt.sampling.prompt_logprobs is None  # these reuse nothing
+            if not waits or self.sharing.arrive(prompt.id, prompt.prefix.hashes, now):
                 yield self._hinted(prompt)
             else:
                 self._waiting[prompt.id] = prompt

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from flowinfer.message import Finish, Opening, Piece, TextLogprob
+from flowinfer.message import Finish, Opened, Opening, Piece, TextLogprob
 from flowinfer.text.incremental import ByteStream, Glyphs, Match, StopScanner
 from flowinfer.text.reply import ReplyParser, open_parser
 
@@ -14,10 +14,23 @@ from flowinfer.text.reply import ReplyParser, open_parser
 class Stream:
     """The text of one sequence. `cut` is true once a stop string has ended it, whatever the model still sends."""
 
-    __slots__ = ("_bytes", "_logprobs", "_num_tokens", "_opening", "_reply", "_scanner", "_thought", "_tokens", "cut")
+    __slots__ = (
+        "_bytes",
+        "_logprobs",
+        "_num_tokens",
+        "_opened",
+        "_opening",
+        "_reply",
+        "_scanner",
+        "_thought",
+        "_tokens",
+        "cut",
+    )
 
-    def __init__(self, opening: Opening, glyphs: Glyphs) -> None:
+    def __init__(self, opening: Opening, glyphs: Glyphs, opened: Opened | None = None) -> None:
+        """opened: what the first piece says of the prompt."""
         self.cut = False
+        self._opened = opened
         self._opening = opening
         self._bytes = ByteStream(glyphs)
         self._scanner = StopScanner(opening.sampling.stop) if any(opening.sampling.stop) else None
@@ -49,6 +62,8 @@ class Stream:
             return None
         piece.tokens, piece.logprobs = self._tokens, self._logprobs
         self._tokens, self._logprobs = [], []
+        if self._opened is not None:
+            piece.opened, self._opened = self._opened, None
         return piece
 
     def _take(self, tokens: list[int], rendered: int, logprobs: Sequence[TextLogprob]) -> tuple[str, str | None]:

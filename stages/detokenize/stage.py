@@ -5,7 +5,20 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from typing import TYPE_CHECKING
 
-from flowinfer.message import Ended, Event, Message, Piece, ReplyFormat, Text, TextLogprob, TokenLogprob, Tokens
+from flowinfer.message import (
+    Ended,
+    Event,
+    Message,
+    Opened,
+    Opening,
+    Piece,
+    PromptToken,
+    ReplyFormat,
+    Text,
+    TextLogprob,
+    TokenLogprob,
+    Tokens,
+)
 from flowinfer.stage import Contract, ModelUse, Stage, StageConfig, setting
 from flowinfer.stages.detokenize.policy import Stream
 from flowinfer.text.reply import markers_of
@@ -61,7 +74,7 @@ class Detokenize(Stage):
     def _text(self, batch: Tokens) -> Text:
         streams = self._streams
         for opening in batch.opened:
-            streams[opening.id] = Stream(opening, self._glyphs_for(opening.sampling.reply))
+            streams[opening.id] = Stream(opening, self._glyphs_for(opening.sampling.reply), self._opened(opening))
         pieces: list[Piece] = []
         flat, at = batch.tokens.tolist(), 0
         for row, (request, count) in enumerate(zip(batch.ids, batch.counts.tolist(), strict=True)):
@@ -77,6 +90,22 @@ class Detokenize(Stage):
                 if piece.finish is not None:
                     del streams[request]
         return Text(step=batch.step, pieces=pieces)
+
+    def _opened(self, opening: Opening) -> Opened:
+        prompt: list[PromptToken] = []
+        if opening.sampling.prompt_logprobs is not None:
+            prompt = [PromptToken(opening.first_token, *self._shown(opening.first_token), None)]
+            prompt += map(self._scored, opening.prompt_logprobs)
+        return Opened(
+            prompt_tokens=opening.prompt_tokens,
+            cached_tokens=opening.cached_tokens,
+            stored_tokens=opening.stored_tokens,
+            prompt=prompt,
+        )
+
+    def _scored(self, entry: TokenLogprob) -> PromptToken:
+        top = [(token, self._shown(token)[0], logprob) for token, logprob in entry.top]
+        return PromptToken(entry.token, *self._shown(entry.token), entry.logprob, top)
 
     def _glyphs_for(self, form: ReplyFormat | None) -> Glyphs:
         """Special tokens give no text, but for those by which an answer is taken apart."""

@@ -77,9 +77,11 @@ class Prefill(Stage):
         from flowinfer.engine.disk_tier import DiskTier
         from flowinfer.engine.engine import Engine
         from flowinfer.stages.prefill.policy import PrefillScheduler
+        from flowinfer.stages.prefill.scoring import PromptScores
 
         self.engine = Engine.of(self.ctx, self.config.model, self.config.dtype)
         self.disk = DiskTier.of(self.ctx, self.engine)
+        self.scores = PromptScores(self.engine)
         self.scheduler = PrefillScheduler(token_budget=self.config.token_budget)
         self.waiting: dict[str, Prompt] = {}
         self.since: dict[str, float] = {}
@@ -188,7 +190,8 @@ class Prefill(Stage):
     def _start(self, prompt: Prompt) -> Iterable[Sequence]:
         self.prompts[prompt.id] = prompt
         held = self.engine.held[prompt.id]
-        if self._pin_elsewhere(prompt, held) or self._restore(prompt, held):
+        reuses = prompt.sampling.prompt_logprobs is None
+        if reuses and (self._pin_elsewhere(prompt, held) or self._restore(prompt, held)):
             return
         yield from self._schedule(prompt, held)
 
@@ -271,11 +274,17 @@ class Prefill(Stage):
         runs = [
             Run(self.engine.held[c.id], self.prompts[c.id].tokens[c.start : c.start + c.count], c.start) for c in chunks
         ]
-        self.engine.run(runs)
-        self.engine.cost.observe(*self.engine.last_step)
+        if plain := [run for run in runs if not self._is_scored(run)]:
+            self.engine.run(plain)
+            self.engine.cost.observe(*self.engine.last_step)
+        for run in filter(self._is_scored, runs):
+            self.scores.run(run, self.prompts[run.held.id])
         for run in runs:
             self.engine.commit(run.held, self.prompts[run.held.id].tokens)
         return [chunk.id for chunk in chunks if self.scheduler.advance(chunk.id, chunk.count)]
+
+    def _is_scored(self, run: Run) -> bool:
+        return self.prompts[run.held.id].sampling.prompt_logprobs is not None
 
     def _hand_over(self, request: str) -> Iterable[Sequence]:
         prompt, lessee = self.prompts[request], self.lessee.get(request)
@@ -287,8 +296,10 @@ class Prefill(Stage):
             self._keep(self.disk, prompt, self.engine.held[request])
         metrics.counter("prefix_cache_queries_tokens_total").inc(len(prompt.tokens))
         metrics.counter("prefix_cache_hits_tokens_total").inc(kv.cached_tokens)
+        scores = self.scores.take(request)
         self._forget(request, sent=True)
-        yield Sequence(**{name: getattr(prompt, name) for name in Prompt.__struct_fields__}, kv=kv)
+        fields = {name: getattr(prompt, name) for name in Prompt.__struct_fields__}
+        yield Sequence(**fields, kv=kv, prompt_logprobs=scores)
 
     def _lose_lessee(self, worker: str) -> None:
         """Prompts bound for a worker that died look for another when they are computed; that death isn't theirs."""
@@ -313,6 +324,7 @@ class Prefill(Stage):
         self.restoring.discard(request)
         self.ready = [id for id in self.ready if id != request]
         self.scheduler.remove(request)
+        self.scores.take(request)
         if self.prompts.pop(request, None) is not None and not sent:
             self.ctx.unreserve("sequence", request)
         self.lessee.pop(request, None)

@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from flowinfer.message import Finish, FinishReason, Ids, Opening
+from flowinfer.message import Finish, FinishReason, Ids, Opening, Sequence
 
 if TYPE_CHECKING:
     from flowinfer.engine.batch import Batch
@@ -97,7 +97,17 @@ class Tenants:
             sampling=msgspec.structs.replace(prompt.sampling, grammar=None),  # text needs it not, and it may be long
             prompt_tokens=int(self._batch.num_prompt[slot]),
             cached_tokens=int(self.usage[slot, 0]),
+            stored_tokens=self._stored(prompt),
+            first_token=int(self._batch.tokens[slot, 0]),
+            prompt_logprobs=prompt.prompt_logprobs,
         )
+
+    def _stored(self, prompt: Sequence) -> int:
+        """Tokens of the prompt that its prefill put into the prefix cache: those of new full blocks."""
+        if prompt.kv is None or prompt.prefix is None:
+            return 0
+        size = self._batch.block_tokens
+        return max(0, prompt.kv.num_tokens // size * size - prompt.kv.cached_tokens)
 
     def _usage_so_far(self, request: str) -> NDArray[np.int64] | None:
         """Of a sequence that is back after a preemption: from its old slot, unless another took that meanwhile."""

@@ -14,7 +14,7 @@ import torch
 
 from flowinfer.engine.layout import KVLayout
 from flowinfer.graph.plan import EdgePlan, Plan, StagePlan, WorkerPlan
-from flowinfer.message import Cancel, Ended, Event, Failure, Message, Prompt, Sampling, Tokens
+from flowinfer.message import Cancel, Ended, Event, Failure, Message, Opening, Prompt, Sampling, Tokens
 from flowinfer.runtime.clock import SystemClock
 from flowinfer.runtime.group import Group, Host
 from flowinfer.runtime.loading import load_class
@@ -55,6 +55,7 @@ class Client(Stage):
         self.outbox: list[Prompt] = []
         self.tokens: dict[str, list[int]] = {}
         self.ended: dict[str, Any] = {}
+        self.opened: dict[str, Opening] = {}
 
     @property
     def busy(self) -> bool:
@@ -63,6 +64,7 @@ class Client(Stage):
     def step(self, tokens: list[Tokens]) -> Iterable[Prompt]:
         for batch in tokens:
             ends = np.cumsum(batch.counts)
+            self.opened |= {opening.id: opening for opening in batch.opened}
             for i, id in enumerate(batch.ids):
                 new = batch.tokens[ends[i] - batch.counts[i] : ends[i]].tolist()
                 self.tokens.setdefault(id, []).extend(new)

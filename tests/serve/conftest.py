@@ -13,7 +13,7 @@ from typing import Any
 import openai
 import pytest
 
-from flowinfer.message import Call, Event, Finish, Message, Piece, ReplyFormat, Serving, Text
+from flowinfer.message import Call, Event, Finish, Message, Opened, Piece, ReplyFormat, Serving, Text
 from flowinfer.serve.gateway import Gateway, GatewayConfig
 from flowinfer.text.reply import Delta, open_parser
 
@@ -178,6 +178,8 @@ def scripted(answer: str, form: ReplyFormat, finish: Finish) -> Auto:
 
     def play(call: Call) -> Iterator[Piece]:
         parser = open_parser(form, call_prefix=call.id)
+        opened = Opened(prompt_tokens=finish.prompt_tokens, cached_tokens=finish.cached_tokens, stored_tokens=3)
+        yield Piece(id=call.id, opened=opened)
         for start in range(0, len(answer) + 1, 4):
             parser.push(answer[start : start + 4])
             yield _piece(call.id, parser.delta)

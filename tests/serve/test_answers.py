@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from typing import Any
 
+import httpx
 import pytest
 
-from flowinfer.message import Call, Finish, Piece, TextLogprob
+from flowinfer.message import Call, Finish, Opened, Piece, PromptToken, TextLogprob
 
 ASK: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "a b"}]}
 
@@ -116,6 +118,95 @@ def test_echo_puts_the_prompt_first(echoing: Any, stream: bool) -> None:
     answer = echoing.client().completions.create(model="tiny", prompt="a b", echo=True, stream=stream)
     parts = list(answer) if stream else [answer]
     assert "".join(c.text for part in parts for c in part.choices) == "a ba b "
+
+
+def scored(call: Call) -> Any:
+    """A prompt <s>, ü in two halves, x; and an answer of one token."""
+    tokens = [
+        PromptToken(1, "<s>", b"<s>", None),
+        PromptToken(5, "\ufffd", b"\xc3", -1.0, [(6, "y", -0.5), (5, "\ufffd", -1.0)]),
+        PromptToken(7, "\ufffd", b"\xbc", -2.0, [(6, "y", -0.5)]),
+        PromptToken(8, "x", b"x", -float("inf")),
+    ]
+    yield Piece(id=call.id, opened=Opened(prompt_tokens=4, prompt=tokens))
+    yield Piece(id=call.id, text="!", tokens=[9], logprobs=[TextLogprob("!", -0.25, b"!", [("!", -0.25, b"!")])])
+    yield Piece(id=call.id, finish=Finish(reason="length", prompt_tokens=4, completion_tokens=1))
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_echo_with_logprobs_tells_those_of_the_prompt_too(start: Any, stream: bool) -> None:
+    client = start(scored).client()
+    answer = client.completions.create(model="tiny", prompt="üx", echo=True, logprobs=1, max_tokens=1, stream=stream)
+    choices = [choice for part in (list(answer) if stream else [answer]) for choice in part.choices]
+    told = [choice.logprobs for choice in choices if choice.logprobs]
+    assert "".join(choice.text for choice in choices) == "üx!"
+    assert [value for part in told for value in part.token_logprobs] == [None, -1.0, -2.0, -9999.0, -0.25]
+    assert [at for part in told for at in part.text_offset] == [0, 0, 1, 1, 2]
+    assert [top for part in told for top in part.top_logprobs][:2] == [None, {"y": -0.5, "\ufffd": -1.0}]
+
+
+def test_an_echo_of_token_ids_is_spelled_from_them(start: Any) -> None:
+    answer = start(scored).client().completions.create(model="tiny", prompt=[5, 7, 8], echo=True)
+    assert answer.choices[0].text == "<s>üx!"
+
+
+def test_prompt_logprobs_come_as_the_clients_of_vllm_read_them(start: Any) -> None:
+    client = start(scored).client()
+    chat = client.chat.completions.create(**ASK, extra_body={"prompt_logprobs": 2})
+    completion = client.completions.create(model="tiny", prompt="üx", extra_body={"prompt_logprobs": 2})
+    assert chat.prompt_logprobs == completion.choices[0].prompt_logprobs
+    first, second, third, last = chat.prompt_logprobs
+    assert first is None
+    assert second == {
+        "5": {"logprob": -1.0, "rank": 2, "decoded_token": "\ufffd"},
+        "6": {"logprob": -0.5, "rank": 1, "decoded_token": "y"},
+    }
+    assert third["7"]["rank"] is None
+    assert last == {"8": {"logprob": -9999.0, "rank": None, "decoded_token": "x"}}
+
+
+@pytest.mark.parametrize("path", ["chat", "completions"])
+def test_running_usage_goes_with_every_chunk_that_has_choices(start: Any, path: str) -> None:
+    client = start(scored).client()
+    options: dict[str, Any] = {"include_usage": True, "continuous_usage_stats": True}
+    if path == "chat":
+        chunks = list(client.chat.completions.create(**ASK, stream=True, stream_options=options))
+    else:
+        chunks = list(client.completions.create(model="tiny", prompt="x", stream=True, stream_options=options))
+    counts = [(chunk.usage.prompt_tokens, chunk.usage.completion_tokens) for chunk in chunks]
+    assert counts[0][0] == 4
+    assert counts == sorted(counts)
+    assert counts[-2:] == [(4, 1), (4, 1)]
+    assert (len(chunks[-1].choices), chunks[-1].usage.total_tokens) == (0, 5)
+
+
+def test_running_usage_needs_no_usage_at_the_end(start: Any) -> None:
+    options: dict[str, Any] = {"continuous_usage_stats": True}
+    chunks = list(start(scored).client().chat.completions.create(**ASK, stream=True, stream_options=options))
+    assert all(chunk.choices and chunk.usage.prompt_tokens == 4 for chunk in chunks)
+
+
+@pytest.mark.parametrize("path", ["chat/completions", "completions"])
+def test_obfuscated_events_hide_how_long_their_text_is(start: Any, path: str) -> None:
+    def spelled(call: Call) -> Any:
+        for count in (1, 2, 3, 4):
+            yield Piece(id=call.id, text="x" * count, tokens=[1])
+        yield Piece(id=call.id, finish=Finish(reason="stop"))
+
+    body = {"model": "tiny", "stream": True, "stream_options": {"include_obfuscation": True}}
+    asked = {"prompt": "x"} if path == "completions" else {"messages": ASK["messages"]}
+    service = start(spelled)
+    text = httpx.post(f"{service.url}/v1/{path}", json=body | asked).text
+    frames = [line[6:] for line in text.splitlines() if line.startswith("data: {")]
+    assert len(frames) > 1
+    assert {len(frame.encode()) % 32 for frame in frames} == {0}
+    assert all(json.loads(frame)["obfuscation"] for frame in frames)
+
+
+def test_the_tier_that_served_is_told_where_one_was_asked_for(echoing: Any) -> None:
+    create = echoing.client().chat.completions.create
+    assert create(**ASK, service_tier="auto").service_tier == "default"
+    assert create(**ASK).service_tier is None
 
 
 def test_extensions_travel_in_the_extra_body(service: Any) -> None:

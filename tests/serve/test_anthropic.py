@@ -14,7 +14,7 @@ import anthropic
 import httpx
 import pytest
 
-from flowinfer.message import Call, Cancel, Failure, Finish, Piece
+from flowinfer.message import Call, Cancel, Failure, Finish, Opened, Piece
 from flowinfer.text.tokenizer import load_tokenizer
 
 ASK: dict[str, Any] = {"model": "tiny", "max_tokens": 50, "messages": [{"role": "user", "content": "a"}]}
@@ -97,6 +97,48 @@ def test_events_come_in_order_and_each_delta_fits_its_block(start: Any, play: An
             open_block = None
     assert list(kinds.values()) == ["thinking", "text", "tool_use", "tool_use"]
     assert open_block is None
+
+
+def test_a_stream_begins_with_the_tokens_of_its_prompt(start: Any, play: Any) -> None:
+    client = client_of(started(start, play("Hi.")))
+    first, *_ = client.messages.create(**ASK, stream=True)
+    usage = first.message.usage
+    assert (usage.input_tokens, usage.cache_read_input_tokens, usage.output_tokens) == (5, 4, 0)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("where", ["request", "system", "tools", "message"])
+def test_what_the_prompt_put_into_the_cache_is_told_where_it_was_marked(
+    start: Any, play: Any, where: str, stream: bool
+) -> None:
+    client, mark = client_of(started(start, play("Hi."))), {"cache_control": {"type": "ephemeral"}}
+    text = {"type": "text", "text": "Hello", **mark}
+    marked: dict[str, dict[str, Any]] = {
+        "request": {"extra_body": mark},
+        "system": {"system": [text]},
+        "tools": {"tools": [{**TOOLS[0], **mark}]},
+        "message": {"messages": [{"role": "user", "content": [text]}]},
+    }
+    ask = {**ASK, **marked[where]}
+    if stream:
+        with client.messages.stream(**ask) as events:
+            usage = events.get_final_message().usage
+    else:
+        usage = client.messages.create(**ask).usage
+    told = (usage.input_tokens, usage.cache_read_input_tokens, usage.cache_creation_input_tokens)
+    assert told == (2, 4, 3)
+
+
+def test_signs_of_life_before_the_first_token_are_no_events(start: Any) -> None:
+    service = started(start, None, keepalive="50ms")
+    with httpx.stream("POST", f"{service.url}/v1/messages", json={**ASK, "stream": True}) as response:
+        lines = response.iter_lines()
+        assert next(lines) == ": keep-alive"
+        call = service.next_call()
+        service.say(call.id, "Hi.", opened=Opened(prompt_tokens=9))
+        assert next(line for line in lines if line and line[0] != ":") == "event: message_start"
+        assert json.loads(next(lines)[6:])["message"]["usage"]["input_tokens"] == 9
+        service.say(call.id, finish="stop")
 
 
 def test_arguments_stream_in_many_deltas(start: Any, play: Any) -> None:

@@ -333,6 +333,26 @@ def test_requests_with_tools_are_agents_unless_they_say_otherwise() -> None:
     assert chat(limits, tools=[TOOL], cache_class="chat").calls[0].cache_class == "chat"
 
 
+@pytest.mark.parametrize(
+    ("fields", "asked"),
+    [
+        ({"prompt": "a"}, None),
+        ({"prompt": "a", "echo": True}, None),
+        ({"prompt": "a", "echo": True, "logprobs": 2}, 2),
+        ({"prompt": "a", "prompt_logprobs": 3, "echo": True, "logprobs": 2}, 3),
+        ({"prompt": [5], "echo": True}, 0),
+        ({"prompt": [5], "prompt_logprobs": 0}, 0),
+    ],
+)
+def test_logprobs_of_a_prompt_are_asked_for_where_the_answer_needs_them(fields: dict[str, Any], asked: Any) -> None:
+    assert [call.sampling.prompt_logprobs for call in complete(**fields).calls] == [asked]
+
+
+def test_choices_of_a_chat_share_a_prompt_which_one_of_them_scores() -> None:
+    calls = chat(n=3, prompt_logprobs=1).calls
+    assert [call.sampling.prompt_logprobs for call in calls] == [1, None, None]
+
+
 def test_prompts_come_in_four_shapes() -> None:
     assert [call.prompt for call in complete(prompt="a").calls] == ["a"]
     assert [call.prompt for call in complete(prompt=["a", "b"]).calls] == ["a", "b"]
@@ -350,7 +370,7 @@ def test_a_wrong_prompt_is_refused(prompt: Any) -> None:
     assert (caught.value.param or "").startswith("prompt")
 
 
-@pytest.mark.parametrize("fields", [{"suffix": "x"}, {"best_of": 3}, {"echo": True, "logprobs": 1}, {"logprobs": 6}])
+@pytest.mark.parametrize("fields", [{"suffix": "x"}, {"best_of": 3}, {"logprobs": 6}, {"prompt_logprobs": 21}])
 def test_what_completions_cannot_do_is_refused_by_name(fields: dict[str, Any]) -> None:
     with pytest.raises(RequestError) as caught:
         complete(**fields)

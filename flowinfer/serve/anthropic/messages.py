@@ -91,7 +91,15 @@ def message_job(request: MessageRequest, id: str, limits: Limits) -> Job:
         template_args=rendered.template_args,
     )
     parallel = not (request.tool_choice or {}).get("disable_parallel_tool_use")
-    return Job(id, [call], bool(request.stream), MessageWriter(id, request.model, parallel=parallel))
+    writer = MessageWriter(id, request.model, parallel=parallel, caching=_marks_cache(request))
+    return Job(id, [call], bool(request.stream), writer)
+
+
+def _marks_cache(request: Conversation) -> bool:
+    """Whether `cache_control` stands anywhere in the request."""
+    contents = [request.system, *(turn.content for turn in request.messages)]
+    blocks = [block for content in contents if isinstance(content, list) for block in content]
+    return bool(request.cache_control) or any(block.get("cache_control") for block in [*blocks, *(request.tools or ())])
 
 
 def render(request: Conversation, limits: Limits) -> Rendered:

@@ -9,9 +9,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from flowinfer.errors import RequestError
-from flowinfer.message import CallPart, Finish, Piece
+from flowinfer.message import CallPart, Finish, Opened, Piece
 from flowinfer.serve.anthropic.errors import error_body
 from flowinfer.serve.openai.encode import encode, finish_of
+from flowinfer.serve.openai.job import KEEP_ALIVE
+from flowinfer.serve.openai.stream import opened_of
 
 PING = b'event: ping\ndata: {"type": "ping"}\n\n'
 _EMPTY: dict[str, dict[str, Any]] = {
@@ -21,28 +23,25 @@ _EMPTY: dict[str, dict[str, Any]] = {
 
 
 class MessageWriter:
-    """Writes one answer. parallel=False: of several calls, only the first is told."""
+    """Writes one answer. parallel=False: of several calls, only the first is told.
 
-    def __init__(self, id: str, model: str, *, parallel: bool = True) -> None:
+    caching: the request marked what to cache, so what was stored of its prompt is told apart.
+    """
+
+    def __init__(self, id: str, model: str, *, parallel: bool = True, caching: bool = False) -> None:
         self._head = {"id": id, "type": "message", "role": "assistant", "model": model}
-        self._parallel = parallel
+        self._parallel, self._caching = parallel, caching
+        self._opened: Opened | None = None
         self._num_blocks = 0
         self._open = ""  # kind of the block that is being written
         self._thoughts: list[str] = []
         self._called = False
 
     def opening(self) -> bytes:
-        unknown = {"input_tokens": 0, "output_tokens": 0}  # of the whole, told by message_delta
-        message: dict[str, Any] = self._head | {
-            "content": [],
-            "stop_reason": None,
-            "stop_sequence": None,
-            "usage": unknown,
-        }
-        return _event("message_start", {"message": message}) + PING
+        return b""  # message_start tells the prompt's tokens, so it comes with the first piece
 
     def event(self, index: int, piece: Piece) -> bytes:
-        out = b""
+        out = b"" if self._opened else self._begin(piece)
         if piece.reasoning:
             self._thoughts.append(piece.reasoning)
             out += self._enter("thinking") + self._delta("thinking_delta", "thinking", piece.reasoning)
@@ -54,7 +53,7 @@ class MessageWriter:
 
     def closing(self, pieces: Sequence[Piece]) -> bytes:
         finish = finish_of(pieces[0])
-        delta = {"delta": _end(finish, self._called), "usage": _usage(finish)}
+        delta = {"delta": _end(finish, self._called), "usage": self._usage(finish)}
         return _event("message_delta", delta) + _event("message_stop", {})
 
     def whole(self, pieces: Sequence[Piece]) -> bytes:
@@ -67,14 +66,37 @@ class MessageWriter:
             content.append({"type": "text", "text": piece.text})
         for part in calls:
             content.append({"type": "tool_use", "id": part.id, "name": part.name, "input": _input(part.arguments)})
-        finish = finish_of(piece)
-        return encode(self._head | {"content": content} | _end(finish, bool(calls)) | {"usage": _usage(finish)})
+        finish, self._opened = finish_of(piece), opened_of(piece)
+        return encode(self._head | {"content": content} | _end(finish, bool(calls)) | {"usage": self._usage(finish)})
 
     def idle(self) -> bytes:
-        return PING
+        """A ping; before message_start a comment, since some clients take no event before that."""
+        return PING if self._opened else KEEP_ALIVE
 
     def failure(self, error: RequestError) -> bytes:
         return b"event: error\ndata: " + error_body(error) + b"\n\n"
+
+    def _begin(self, piece: Piece) -> bytes:
+        self._opened = opened_of(piece)
+        usage = self._prompt_usage(self._opened.prompt_tokens, self._opened.cached_tokens) | {"output_tokens": 0}
+        message = {"content": [], "stop_reason": None, "stop_sequence": None, "usage": usage}
+        return _event("message_start", {"message": self._head | message}) + PING
+
+    def _usage(self, finish: Finish) -> dict[str, int]:
+        usage = self._prompt_usage(finish.prompt_tokens, finish.cached_tokens)
+        return usage | {"output_tokens": finish.completion_tokens}
+
+    def _prompt_usage(self, prompt_tokens: int, cached_tokens: int) -> dict[str, int]:
+        """Each token of the prompt counts once: read from the cache, stored in it, or neither.
+
+        All prompts are cached. But as in Anthropic's own API, storing is told only where the request asks for it.
+        """
+        stored = self._opened.stored_tokens if self._opened and self._caching else 0
+        return {
+            "input_tokens": prompt_tokens - cached_tokens - stored,
+            "cache_read_input_tokens": cached_tokens,
+            "cache_creation_input_tokens": stored,
+        }
 
     # ---------------------------------------------------------------------------------------------------------- blocks
 
@@ -126,16 +148,6 @@ def _end(finish: Finish, called: bool) -> dict[str, Any]:
     if finish.reason == "length":
         return {"stop_reason": "max_tokens", "stop_sequence": None}
     return {"stop_reason": "tool_use" if called else "end_turn", "stop_sequence": None}
-
-
-def _usage(finish: Finish) -> dict[str, Any]:
-    """Tokens of the prompt are counted once: those read from the cache, and the others. Storing isn't charged."""
-    return {
-        "input_tokens": finish.prompt_tokens - finish.cached_tokens,
-        "cache_read_input_tokens": finish.cached_tokens,
-        "cache_creation_input_tokens": 0,
-        "output_tokens": finish.completion_tokens,
-    }
 
 
 def _signature(thoughts: Sequence[str]) -> str:

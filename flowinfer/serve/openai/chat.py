@@ -24,6 +24,7 @@ from flowinfer.serve.openai.fields import (
 from flowinfer.serve.openai.grammar import grammar_of
 from flowinfer.serve.openai.job import Job, Limits, seed_of_choice
 from flowinfer.serve.openai.messages import ChatMessage, plain_messages
+from flowinfer.serve.openai.stream import StreamShape
 from flowinfer.serve.openai.tools import offered
 
 _OWN_ARGS = {"messages", "tools", "add_generation_prompt"}  # of the template, set by the service
@@ -97,15 +98,24 @@ def chat_job(request: ChatRequest, id: str, limits: Limits) -> Job:
         template_args=_template_args(request),
     )
     calls = [first, *(_choice(first, id, k) for k in range(1, num_choices))]
-    usage = request.stream_options is not None and bool(request.stream_options.include_usage)
-    writer = ChatWriter(id, request.model, usage, bool(request.logprobs), request.parallel_tool_calls is not False)
+    writer = ChatWriter(
+        id,
+        request.model,
+        StreamShape.of(request.stream_options),
+        logprobs=bool(request.logprobs),
+        parallel=request.parallel_tool_calls is not False,
+        prompt_logprobs=request.prompt_logprobs is not None,
+        more={} if request.service_tier is None else {"service_tier": "default"},
+    )
     return Job(id, calls, bool(request.stream), writer)
 
 
 def _choice(first: Call, id: str, k: int) -> Call:
+    """The k-th choice: its prompt is the first one's, which alone tells the log-probabilities of that."""
     assert first.sampling.seed is not None, "sampling_of draws a seed where the request names none"
     seed = seed_of_choice(first.sampling.seed, k)
-    return msgspec.structs.replace(first, id=f"{id}#{k}", sampling=msgspec.structs.replace(first.sampling, seed=seed))
+    sampling = msgspec.structs.replace(first.sampling, seed=seed, prompt_logprobs=None)
+    return msgspec.structs.replace(first, id=f"{id}#{k}", sampling=sampling)
 
 
 def _max_tokens(request: ChatRequest, limits: Limits) -> int:

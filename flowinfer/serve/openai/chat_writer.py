@@ -7,17 +7,42 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from flowinfer.message import CallPart, Finish, Piece
-from flowinfer.serve.openai.encode import DONE, SPOT, chat_logprobs, encode, finish_of, finishes, halves, usage_of
-from flowinfer.serve.openai.job import OpenAIEvents
+from flowinfer.serve.openai.encode import (
+    DONE,
+    SPOT,
+    chat_logprobs,
+    encode,
+    finish_of,
+    finishes,
+    halves,
+    prompt_logprobs,
+    usage_of,
+)
+from flowinfer.serve.openai.stream import Chunks, StreamShape, opened_of
+
+_PLAIN = StreamShape()
 
 
-class ChatWriter(OpenAIEvents):
-    """Writes one request's answer. parallel=False: of several calls in an answer, only the first is told."""
+class ChatWriter(Chunks):
+    """Writes one request's answer. parallel=False: of several calls in an answer, only the first is told.
 
-    def __init__(self, id: str, model: str, include_usage: bool, logprobs: bool, parallel: bool = True) -> None:
-        self._head = {"id": id, "created": int(time.time()), "model": model}
-        self._usage = include_usage
-        self._logprobs = logprobs
+    prompt_logprobs: the first choice brings those of the prompt.  more: fields that the answer and its chunks repeat.
+    """
+
+    def __init__(
+        self,
+        id: str,
+        model: str,
+        shape: StreamShape = _PLAIN,
+        *,
+        logprobs: bool = False,
+        parallel: bool = True,
+        prompt_logprobs: bool = False,
+        more: dict[str, Any] | None = None,
+    ) -> None:
+        self._head = {"id": id, "created": int(time.time()), "model": model, **(more or {})}
+        super().__init__(self._head | {"object": "chat.completion.chunk"}, shape)
+        self._logprobs, self._prompt_logprobs = logprobs, prompt_logprobs
         self._parallel = parallel
         self._halves: dict[int, tuple[bytes, bytes]] = {}
         self._opened: set[int] = set()
@@ -28,6 +53,7 @@ class ChatWriter(OpenAIEvents):
 
     def event(self, index: int, piece: Piece) -> bytes:
         out = b""
+        self.note(index, piece)
         if index not in self._opened:
             self._opened.add(index)
             out = self._chunk(index, {"role": "assistant", "content": ""})
@@ -35,6 +61,8 @@ class ChatWriter(OpenAIEvents):
             out += self._chunk(index, _thought(piece.reasoning))
         if piece.logprobs and self._logprobs:
             out += self._chunk(index, {"content": piece.text}, logprobs=chat_logprobs(piece.logprobs))
+        elif piece.text and not self._shape.plain:
+            out += self._chunk(index, {"content": piece.text})
         elif piece.text:
             before, after = self._halves.get(index) or self._split(index)
             out += before + encode(piece.text) + after
@@ -46,10 +74,9 @@ class ChatWriter(OpenAIEvents):
         return out
 
     def closing(self, pieces: Sequence[Piece]) -> bytes:
-        if not self._usage:
+        if not self._shape.usage:
             return DONE
-        usage = usage_of(finishes(pieces), len(pieces))
-        return b"data: " + encode(self._frame([]) | {"usage": usage}) + b"\n\n" + DONE
+        return self.data(self.frame([], usage_of(finishes(pieces), len(pieces)))) + DONE
 
     def whole(self, pieces: Sequence[Piece]) -> bytes:
         choices = [
@@ -61,8 +88,10 @@ class ChatWriter(OpenAIEvents):
             }
             for index, piece in enumerate(pieces)
         ]
-        usage = usage_of(finishes(pieces), len(pieces))
-        return encode(self._head | {"object": "chat.completion", "choices": choices, "usage": usage})
+        answer = {"object": "chat.completion", "choices": choices, "usage": usage_of(finishes(pieces), len(pieces))}
+        if self._prompt_logprobs:
+            answer["prompt_logprobs"] = prompt_logprobs(opened_of(pieces[0]).prompt)
+        return encode(self._head | answer)
 
     def _message(self, piece: Piece) -> dict[str, Any]:
         calls = [
@@ -79,16 +108,12 @@ class ChatWriter(OpenAIEvents):
 
     def _split(self, index: int) -> tuple[bytes, bytes]:
         choice = {"index": index, "delta": {"content": SPOT}, "logprobs": None, "finish_reason": None}
-        self._halves[index] = halves(self._frame([choice]))
+        self._halves[index] = halves(self.frame([choice]))
         return self._halves[index]
 
     def _chunk(self, index: int, delta: dict[str, Any], *, logprobs: Any = None, finish: str | None = None) -> bytes:
         choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish}
-        return b"data: " + encode(self._frame([choice])) + b"\n\n"
-
-    def _frame(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        frame = self._head | {"object": "chat.completion.chunk", "choices": choices}
-        return frame | {"usage": None} if self._usage else frame
+        return self.data(self.frame([choice]))
 
 
 def _reason(finish: Finish, called: bool) -> str:

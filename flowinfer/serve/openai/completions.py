@@ -10,7 +10,18 @@ import msgspec
 import numpy as np
 
 from flowinfer.message import Call, Ids, Piece, Sampling
-from flowinfer.serve.openai.encode import DONE, SPOT, completion_logprobs, encode, finish_of, finishes, halves, usage_of
+from flowinfer.serve.openai.encode import (
+    DONE,
+    SPOT,
+    completion_logprobs,
+    echoed_logprobs,
+    encode,
+    finish_of,
+    finishes,
+    halves,
+    prompt_logprobs,
+    usage_of,
+)
 from flowinfer.serve.openai.fields import (
     MAX_TOKEN_ID,
     Common,
@@ -24,7 +35,8 @@ from flowinfer.serve.openai.fields import (
     sampling_of,
 )
 from flowinfer.serve.openai.grammar import grammar_of
-from flowinfer.serve.openai.job import Job, Limits, OpenAIEvents, seed_of_choice
+from flowinfer.serve.openai.job import Job, Limits, seed_of_choice
+from flowinfer.serve.openai.stream import Chunks, StreamShape, opened_of
 
 DEFAULT_MAX_TOKENS = 16  # as in the OpenAI API
 MAX_LOGPROBS = 5
@@ -53,80 +65,112 @@ def completion_job(request: CompletionRequest, id: str, limits: Limits) -> Job:
     in_range("logprobs", request.logprobs, 0, MAX_LOGPROBS)
     sampling = sampling_of(request, request.max_tokens or DEFAULT_MAX_TOKENS, request.logprobs, grammar_of(request))
     prompts = _prompts(request.prompt)
+    sampling = _with_prompt_logprobs(request, sampling)
     num_choices = check_choices(request, len(prompts), limits)
     calls = [
         _call(request, _id(id, len(prompts) * num_choices, p * num_choices + k), prompt, sampling, k)
         for p, prompt in enumerate(prompts)
         for k in range(num_choices)
     ]
-    usage = request.stream_options is not None and bool(request.stream_options.include_usage)
     writer = CompletionWriter(
-        id, request.model, usage, request.logprobs is not None, num_choices, _echo(request, calls)
+        id,
+        request.model,
+        StreamShape.of(request.stream_options),
+        logprobs=request.logprobs is not None,
+        prompt_logprobs=request.prompt_logprobs is not None,
+        num_choices=num_choices,
+        prefixes=_echo(request, calls),
     )
     return Job(id, calls, bool(request.stream), writer)
 
 
-class CompletionWriter(OpenAIEvents):
-    """Writes completions and their chunks. prefixes[i] is what is echoed before choice i."""
+class CompletionWriter(Chunks):
+    """Writes completions and their chunks. prefixes[i]: the text echoed before choice i, None to read it from tokens.
+
+    echo: the prompt comes first, with its log-probabilities where logprobs asks for those of the answer.
+    """
 
     def __init__(
-        self, id: str, model: str, include_usage: bool, logprobs: bool, num_choices: int, prefixes: Sequence[str]
+        self,
+        id: str,
+        model: str,
+        shape: StreamShape,
+        *,
+        logprobs: bool,
+        prompt_logprobs: bool,
+        num_choices: int,
+        prefixes: Sequence[str | None],
     ) -> None:
         self._head = {"id": id, "object": "text_completion", "created": int(time.time()), "model": model}
-        self._usage = include_usage
-        self._logprobs = logprobs
+        super().__init__(self._head, shape)
+        self._logprobs, self._prompt_logprobs = logprobs, prompt_logprobs
         self._num_choices = num_choices
         self._prefixes = prefixes
         self._halves: dict[int, tuple[bytes, bytes]] = {}
-        self._lengths = [len(prefix) for prefix in prefixes]
+        self._lengths: dict[int, int] = {}
 
     def opening(self) -> bytes:
-        return b"".join(self._chunk(i, prefix) for i, prefix in enumerate(self._prefixes) if prefix)
+        return b""
 
     def event(self, index: int, piece: Piece) -> bytes:
-        out = b""
+        self.note(index, piece)
+        out = b"" if index in self._lengths else self._echo(index, piece)
         if piece.logprobs and self._logprobs:
             logprobs = completion_logprobs(piece.logprobs, self._lengths[index])
-            out = self._chunk(index, piece.text, logprobs=logprobs)
+            out += self._chunk(index, piece.text, logprobs=logprobs)
+        elif piece.text and not self._shape.plain:
+            out += self._chunk(index, piece.text)
         elif piece.text:
             before, after = self._halves.get(index) or self._split(index)
-            out = before + encode(piece.text) + after
+            out += before + encode(piece.text) + after
         self._lengths[index] += len(piece.text)
         if piece.finish is not None:
             out += self._chunk(index, "", finish=piece.finish.reason)
         return out
 
     def closing(self, pieces: Sequence[Piece]) -> bytes:
-        if not self._usage:
+        if not self._shape.usage:
             return DONE
-        usage = usage_of(finishes(pieces), self._num_choices)
-        return b"data: " + encode(self._frame([]) | {"usage": usage}) + b"\n\n" + DONE
+        return self.data(self.frame([], usage_of(finishes(pieces), self._num_choices))) + DONE
 
     def whole(self, pieces: Sequence[Piece]) -> bytes:
-        choices = [
-            {
-                "index": index,
-                "text": prefix + piece.text,
-                "logprobs": completion_logprobs(piece.logprobs, len(prefix)) if self._logprobs else None,
-                "finish_reason": finish_of(piece).reason,
-            }
-            for index, (prefix, piece) in enumerate(zip(self._prefixes, pieces, strict=True))
-        ]
-        usage = usage_of(finishes(pieces), self._num_choices)
-        return encode(self._head | {"choices": choices, "usage": usage})
+        choices = [self._choice(index, piece) for index, piece in enumerate(pieces)]
+        return encode(self._head | {"choices": choices, "usage": usage_of(finishes(pieces), self._num_choices)})
+
+    def _choice(self, index: int, piece: Piece) -> dict[str, Any]:
+        prefix, echoed = self._prefix(index, piece)
+        logprobs = completion_logprobs(piece.logprobs, len(prefix)) if self._logprobs else None
+        if logprobs is not None and echoed is not None:
+            logprobs = {key: values + logprobs[key] for key, values in echoed.items()}
+        choice = {
+            "index": index,
+            "text": prefix + piece.text,
+            "logprobs": logprobs,
+            "finish_reason": finish_of(piece).reason,
+        }
+        if self._prompt_logprobs:
+            choice["prompt_logprobs"] = prompt_logprobs(opened_of(piece).prompt)
+        return choice
+
+    def _echo(self, index: int, piece: Piece) -> bytes:
+        prefix, logprobs = self._prefix(index, piece)
+        self._lengths[index] = len(prefix)
+        return self._chunk(index, prefix, logprobs=logprobs) if prefix else b""
+
+    def _prefix(self, index: int, piece: Piece) -> tuple[str, dict[str, Any] | None]:
+        """The text echoed before a choice and its `logprobs`, where they are asked for."""
+        given, tokens = self._prefixes[index], opened_of(piece).prompt
+        text = b"".join(token.data for token in tokens).decode("utf-8", "replace") if given is None else given
+        return text, echoed_logprobs(tokens, text) if text and self._logprobs else None
 
     def _split(self, index: int) -> tuple[bytes, bytes]:
         choice = {"index": index, "text": SPOT, "logprobs": None, "finish_reason": None}
-        self._halves[index] = halves(self._frame([choice]))
+        self._halves[index] = halves(self.frame([choice]))
         return self._halves[index]
 
     def _chunk(self, index: int, text: str, *, logprobs: Any = None, finish: str | None = None) -> bytes:
         choice = {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish}
-        return b"data: " + encode(self._frame([choice])) + b"\n\n"
-
-    def _frame(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        frame = self._head | {"choices": choices}
-        return frame | {"usage": None} if self._usage else frame
+        return self.data(self.frame([choice]))
 
 
 def _id(id: str, num_calls: int, index: int) -> str:
@@ -166,12 +210,17 @@ def _ids(ids: list[int]) -> Ids:
     return np.asarray(ids, dtype=np.int32)
 
 
-def _echo(request: CompletionRequest, calls: Sequence[Call]) -> list[str]:
+def _echo(request: CompletionRequest, calls: Sequence[Call]) -> list[str | None]:
+    """Texts to echo; None where they are read from the tokens of the prompt, since that came as ids."""
     if not request.echo:
         return [""] * len(calls)
-    if request.logprobs is not None:
-        raise invalid("echo", "can't be combined with logprobs: this pipeline gives none for the prompt.")
-    texts = [call.prompt for call in calls]
-    if not all(isinstance(text, str) for text in texts):
-        raise invalid("echo", "needs the prompt as text.")
-    return cast(list[str], texts)
+    return [call.prompt if isinstance(call.prompt, str) else None for call in calls]
+
+
+def _with_prompt_logprobs(request: CompletionRequest, sampling: Sampling) -> Sampling:
+    """An echo with logprobs tells those of the prompt too; one of ids is spelled by the same way."""
+    asked = [number for number in (request.prompt_logprobs, request.logprobs if request.echo else None) if number]
+    ids = not isinstance(request.prompt, str) and not isinstance(request.prompt[0], str)
+    if request.prompt_logprobs is None and not (request.echo and (ids or request.logprobs is not None)):
+        return sampling
+    return msgspec.structs.replace(sampling, prompt_logprobs=max(asked, default=0))

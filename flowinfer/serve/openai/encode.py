@@ -7,10 +7,11 @@ from typing import Any
 
 import msgspec
 
-from flowinfer.message import Finish, Piece, TextLogprob
+from flowinfer.message import Finish, Piece, PromptToken, TextLogprob
 
 encode = msgspec.json.encode
 DONE = b"data: [DONE]\n\n"
+LEAST = -9999.0  # told for -inf, which isn't JSON
 
 
 def halves(frame: dict[str, Any]) -> tuple[bytes, bytes]:
@@ -68,11 +69,45 @@ def completion_logprobs(entries: Sequence[TextLogprob], offset: int) -> dict[str
         offset += len(entry.text)
     return {
         "tokens": [e.text for e in entries],
-        "token_logprobs": [e.logprob for e in entries],
-        "top_logprobs": [{text: logprob for text, logprob, _ in e.top} for e in entries],
+        "token_logprobs": [max(e.logprob, LEAST) for e in entries],
+        "top_logprobs": [{text: max(logprob, LEAST) for text, logprob, _ in e.top} for e in entries],
         "text_offset": offsets,
     }
 
 
+def prompt_logprobs(tokens: Sequence[PromptToken]) -> list[Any]:
+    """`prompt_logprobs` as vLLM's clients read them: null for the first token, then {id: {logprob, rank, text}}."""
+    return [None if token.logprob is None else _ranked(token) for token in tokens]
+
+
+def _ranked(token: PromptToken) -> dict[str, dict[str, Any]]:
+    best = {id: (rank, text, logprob) for rank, (id, text, logprob) in enumerate(token.top, 1)}
+    found = {token.token: best.pop(token.token, (None, token.text, token.logprob)), **best}
+    return {
+        str(id): {"logprob": max(logprob, LEAST), "rank": rank, "decoded_token": text}
+        for id, (rank, text, logprob) in found.items()
+    }
+
+
+def echoed_logprobs(tokens: Sequence[PromptToken], text: str) -> dict[str, Any]:
+    """`logprobs` of a completion's echoed prompt. Tokens that the text doesn't show (as a first <s>) take no room."""
+    data, at, offset, offsets = text.encode("utf-8", "surrogatepass"), 0, 0, []
+    for token in tokens:
+        offsets.append(offset)
+        if data.startswith(token.data, at):
+            at += len(token.data)
+            offset += sum(byte & 0xC0 != 0x80 for byte in token.data)  # bytes that begin a character
+    return {
+        "tokens": [token.text for token in tokens],
+        "token_logprobs": [None if token.logprob is None else max(token.logprob, LEAST) for token in tokens],
+        "top_logprobs": [None if t.logprob is None else _by_text(t.top) for t in tokens],
+        "text_offset": offsets,
+    }
+
+
+def _by_text(top: Sequence[tuple[int, str, float]]) -> dict[str, float]:
+    return {text: max(logprob, LEAST) for _, text, logprob in top}
+
+
 def _token(text: str, logprob: float, data: bytes) -> dict[str, Any]:
-    return {"token": text, "logprob": max(logprob, -9999.0), "bytes": list(data)}  # -inf isn't JSON
+    return {"token": text, "logprob": max(logprob, LEAST), "bytes": list(data)}

@@ -24,6 +24,7 @@ class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
 
     include_usage: bool | None = None
     include_obfuscation: bool | None = None
+    continuous_usage_stats: bool | None = None  # extension: usage so far in every chunk
 
 
 class Common(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
@@ -57,6 +58,7 @@ class Common(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None
     structured_outputs: StructuredOutputs | None = None
+    prompt_logprobs: int | None = None
 
 
 def invalid(param: str, message: str, code: str = "invalid_value", status: int = 400) -> RequestError:
@@ -112,17 +114,19 @@ def sampling_of(request: Common, max_tokens: int, logprobs: int | None, grammar:
         ignore_eos=bool(request.ignore_eos),
         logit_bias=_bias(request.logit_bias or {}),
         logprobs=logprobs,
+        prompt_logprobs=request.prompt_logprobs,
         grammar=grammar,
     )
 
 
 def check_stream(request: Common) -> None:
-    """Raises for stream options without a stream, or that can't be honoured."""
+    """Raises for stream options without a stream, and for what can't be streamed."""
     options = request.stream_options
     if options is not None and not request.stream:
         raise invalid("stream_options", "is only allowed when stream is true.")
-    if options is not None and options.include_obfuscation:
-        raise unsupported("stream_options.include_obfuscation")
+    in_range("prompt_logprobs", request.prompt_logprobs, 0, MAX_TOP_LOGPROBS)
+    if request.stream and request.prompt_logprobs is not None:
+        raise unsupported("prompt_logprobs", "can't be streamed")
 
 
 def check_choices(request: Common, prompts: int, limits: Limits) -> int:

@@ -9,7 +9,6 @@ from typing import Protocol
 
 from flowinfer.errors import RequestError
 from flowinfer.message import Call, Piece
-from flowinfer.serve.asgi import error_body
 
 KEEP_ALIVE = b": keep-alive\n\n"
 
@@ -34,16 +33,6 @@ class Writer(Protocol):
 
     def failure(self, error: RequestError) -> bytes:
         """The last event of a stream that broke."""
-
-
-class OpenAIEvents:
-    """What OpenAI's streams have in common: comments keep them alive, an error is data, and ends without [DONE]."""
-
-    def idle(self) -> bytes:
-        return KEEP_ALIVE
-
-    def failure(self, error: RequestError) -> bytes:
-        return b"data: " + error_body(error) + b"\n\n"
 
 
 @dataclass(frozen=True)
