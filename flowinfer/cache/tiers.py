@@ -10,7 +10,6 @@ from pydantic import Field, model_validator
 from flowinfer.stage import StageConfig
 from flowinfer.units import ByteSize, Duration
 
-SERVICE = "FLOWINFER_SERVICE"  # environment of worker processes: what those of one service have in common
 DISK = "disk"  # the name of the tier as an owner of blocks
 RETENTION: dict[str, Duration] = {"agent": 3 * 86_400.0, "chat": 7 * 86_400.0, "default": 3_600.0}
 READ_LATENCY_S = 0.003  # from asking to the first block: two hops between threads, an index look-up, a device access

@@ -67,7 +67,7 @@ class DiskTier:
                     return cls(ctx, engine, tiers.disk, _retention(settings))
             return None
 
-        tier = ctx.shared(("disk-tier", engine.layout.digest), make)
+        tier = ctx.shared(("disk-tier", engine.layout.digest), make, arms=True)
         if tier is not None:
             tier.join()
         return tier

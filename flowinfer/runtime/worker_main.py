@@ -15,23 +15,22 @@ from pathlib import Path
 
 import msgspec
 
-from flowinfer.cache.tiers import SERVICE
 from flowinfer.channel import Channel, Endpoints
-from flowinfer.codec import schema_digest
 from flowinfer.engine.layout import KVLayout
 from flowinfer.errors import FlowInferError
+from flowinfer.observe import logs
 from flowinfer.runtime.arenas import DEFAULT_KV_BYTES, map_arena, private_arena
-from flowinfer.runtime.boot import Boot, Report
+from flowinfer.runtime.boot import Boot, Report, report_path
 from flowinfer.runtime.clock import SystemClock
 from flowinfer.runtime.device import gpu_arena, resolve_device
-from flowinfer.runtime.events import SUPERVISOR, Ready
+from flowinfer.runtime.events import SUPERVISOR
 from flowinfer.runtime.group import Host
 from flowinfer.runtime.loading import LoadStage
 from flowinfer.runtime.mailbox import bind, load_keys
 from flowinfer.runtime.worker import Worker
 from flowinfer.stage import Arena
 
-MAX_TRACE = 8_000  # characters; with the rest of a report it fits into a pipe that nobody reads yet
+MAX_TRACE = 8_000  # characters
 
 
 def main() -> None:
@@ -39,11 +38,14 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the supervisor decides what Ctrl-C means
     boot = msgspec.json.decode(sys.stdin.buffer.read(), type=Boot)
     threading.Thread(target=_outlive_nobody, args=(boot,), daemon=True, name="parent-watch").start()
-    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
+    logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
+    logging.getLogger().handlers[0].setLevel(logging.WARNING)  # the terminal's; the log in the run directory has more
+    logs.start(Path(boot.run_dir), boot.name, boot.generation)
     code = 0
     try:
         serve(boot)
     except Exception as error:
+        logging.getLogger("flowinfer.worker").error("%s gives up: %s", boot.name, error)
         _report(boot, error)
         code = 1
     logging.shutdown()
@@ -54,18 +56,17 @@ def main() -> None:
 def serve(boot: Boot) -> None:
     """Opens the stages of this worker and runs its loop until Stop. Raises StageError, TransportError."""
     channel = Channel(boot.name, boot.generation, epoch=boot.plan.epoch, keys=load_keys(boot.plan.network))
-    endpoints = bind(channel, boot.plan.network, Path(boot.run_dir))
+    bind(channel, boot.plan.network, Path(boot.run_dir))
     channel.connect(SUPERVISOR, 1, Endpoints(boot.supervisor_data, boot.supervisor_control))
-    os.environ[SERVICE] = boot.run_dir
     load = LoadStage(Path(boot.plan.file).parent, boot.plan.allow_local)
     worker = Worker(boot.plan, boot.worker, _host(boot), load, channel, clock=SystemClock())
 
     def progress(stage: str) -> None:
-        _write(boot, Report(opening=stage))  # the pipe keeps it even if the process is killed now
+        _write(boot, Report(opening=stage))  # there even if the process is killed now
         worker.announce_opening(stage)
 
     worker.open(progress)
-    channel.send_event(SUPERVISOR, Ready(data=endpoints.data, control=endpoints.control, schema=schema_digest()))
+    worker.announce_ready()
     try:
         worker.run()
     finally:
@@ -124,8 +125,9 @@ def _report(boot: Boot, error: Exception) -> None:
 
 
 def _write(boot: Boot, report: Report) -> None:
-    with contextlib.suppress(OSError):
-        os.write(boot.report_fd, msgspec.json.encode(report) + b"\n")
+    path = report_path(boot.run_dir, boot.name, boot.generation)
+    with contextlib.suppress(OSError), path.open("ab") as file:
+        file.write(msgspec.json.encode(report) + b"\n")
 
 
 if __name__ == "__main__":

@@ -55,7 +55,7 @@ def plain(folder: Path, data: memoryview, block: int) -> tuple[float, float]:
 def stored(folder: Path, data: memoryview, block: int) -> tuple[float, float]:
     """The same through the store: from put to durable, then from get to checked."""
     settings = StoreSettings(
-        path=folder / "kv", service="bench", size=32 * data.nbytes, segment=data.nbytes // 2 + (64 << 20),
+        path=folder / "kv", size=32 * data.nbytes, segment=data.nbytes // 2 + (64 << 20),
         retention=Retention({"bench": 86_400.0}), threads=THREADS, backlog=2 * data.nbytes,
     )  # fmt: skip
     store = DiskStore(settings)

@@ -19,8 +19,8 @@ WRITER = """
 import itertools, random, sys
 from pathlib import Path
 from flowinfer.cache.disk.store import DiskStore, StoreSettings
-store = DiskStore(StoreSettings(path=Path(sys.argv[1]), service=sys.argv[2], size=64 << 20, segment=1 << 20))
-first = int(sys.argv[3])
+store = DiskStore(StoreSettings(path=Path(sys.argv[1]), size=64 << 20, segment=1 << 20))
+first = int(sys.argv[2])
 for n in itertools.count(first, 8):
     names = [i.to_bytes(16, "little") for i in range(n, n + 8)]
     blocks = [(name, memoryview(bytearray(random.Random(n + i).randbytes(20_000)))) for i, name in enumerate(names)]
@@ -31,7 +31,7 @@ for n in itertools.count(first, 8):
 
 def write_and_kill(folder: Path, first: int, after_s: float) -> list[int]:
     """Numbers of the blocks that a process acknowledged before it was killed."""
-    command = [sys.executable, "-c", WRITER, str(folder), f"writer-{first}", str(first)]
+    command = [sys.executable, "-c", WRITER, str(folder), str(first)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:
         assert child.stdout is not None
         acknowledged = [int(child.stdout.readline())]  # it has begun
@@ -43,7 +43,7 @@ def write_and_kill(folder: Path, first: int, after_s: float) -> list[int]:
 
 def check(folder: Path, numbers: list[int], *, upto: int) -> None:
     """All of these are there; whatever is there, of any number, is right."""
-    store = DiskStore(StoreSettings(path=folder, service="checker", size=64 * MIB, segment=MIB))
+    store = DiskStore(StoreSettings(path=folder, size=64 * MIB, segment=MIB))
     try:
         candidates = sorted({*numbers, *range(max(0, upto - 400), upto)})
         targets = [memoryview(bytearray(20_000)) for _ in candidates]
@@ -82,7 +82,7 @@ def test_a_file_size_limit_stops_writing_and_nothing_else(tmp_path: Path) -> Non
 import resource, sys
 from pathlib import Path
 from flowinfer.cache.disk.store import DiskStore, StoreSettings
-store = DiskStore(StoreSettings(path=Path({str(tmp_path / "kv")!r}), service="s", size=64 << 20, segment=1 << 20))
+store = DiskStore(StoreSettings(path=Path({str(tmp_path / "kv")!r}), size=64 << 20, segment=1 << 20))
 block = lambda n: [(bytes([n]) * 16, memoryview(bytearray([n]) * 20_000))]
 assert store.put(block(1), namespace="n", cls="chat").result()
 resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, {resource.RLIM_INFINITY}))

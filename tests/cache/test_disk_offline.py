@@ -15,7 +15,7 @@ SIZE, MIB = 5000, 1 << 20
 
 
 def store(folder: Path) -> DiskStore:
-    return DiskStore(StoreSettings(path=folder, size=64 * MIB, segment=MIB, service="a service", sweep_s=1e9))
+    return DiskStore(StoreSettings(path=folder, size=64 * MIB, segment=MIB, sweep_s=1e9))
 
 
 @pytest.fixture
@@ -50,7 +50,7 @@ def test_stats_and_ls_read_beside_a_running_service(folder: Path) -> None:
     assert stats.exit_code == ls.exit_code == 0
     assert "alice" in stats.output and "agent" in stats.output
     assert [line.split()[0] for line in ls.output.splitlines()] == ["00" * 16, "01" * 16]
-    assert removal.exit_code == 1 and "another service (a service)" in removal.output
+    assert removal.exit_code == 1 and "a service uses the cache" in removal.output
     assert there(folder) == list(range(6))
 
 

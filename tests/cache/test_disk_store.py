@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import mmap
 import random
+import sqlite3
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -44,9 +45,9 @@ def time() -> Time:
 def opened(tmp_path: Path, time: Time) -> Iterator[Open]:
     stores: list[DiskStore] = []
 
-    def open_store(files: Files | None = None, *, service: str = "a", **changes: Any) -> DiskStore:
+    def open_store(files: Files | None = None, **changes: Any) -> DiskStore:
         wanted = {"size": 64 * MIB, "segment": MIB, "sweep_s": 1e9, **changes}
-        settings = StoreSettings(path=tmp_path / "kv", service=service, **wanted)
+        settings = StoreSettings(path=tmp_path / "kv", **wanted)
         store = DiskStore(settings, files=files, wall=lambda: time.wall, monotonic=lambda: time.monotonic)
         stores.append(store)
         return store
@@ -128,17 +129,53 @@ def test_another_layout_finds_nothing(opened: Open) -> None:
     assert held(store, [1], size=PAGE) == []
 
 
-def test_a_second_service_on_the_path_is_refused_and_a_process_of_the_same_one_is_not(opened: Open) -> None:
-    first = opened(service="one")
+def test_services_share_a_path_and_nobody_else_has_it_meanwhile(opened: Open) -> None:
+    first, beside = opened(), opened()
     put(first, [1])
-    with pytest.raises(FlowInferError, match=r"another service \(one\) keeps its cache in .*kv"):
-        opened(service="two")
-    beside = opened(service="one")
     put(beside, [2])
     assert held(beside, [1, 2]) == held(first, [1, 2]) == [1, 2]
+    with pytest.raises(FlowInferError, match="a service uses the cache"):
+        opened(alone=True)
     close(first)
     close(beside)
-    assert held(opened(service="two"), [1, 2]) == [1, 2]
+    assert held(opened(alone=True), [1, 2]) == [1, 2]
+
+
+def test_the_tighter_of_two_limits_counts_and_neither_service_is_disturbed(opened: Open) -> None:
+    large, small = opened(size=64 * MIB, segment=MIB), opened(size=8 * MIB, segment=MIB)
+    for start in range(0, 1600, 100):
+        put(large if start % 200 else small, range(start, start + 100))
+    close(small)
+    assert large.index.allocated() <= 8 * MIB + 5 * MIB  # beyond, what both are still writing to
+    assert held(large, range(1500, 1600)) == list(range(1500, 1600))
+
+
+def test_a_store_takes_no_more_than_the_device_has_to_spare(opened: Open, caplog: pytest.LogCaptureFixture) -> None:
+    class Nearly(Files):
+        def free(self, folder: Path) -> int:
+            return 40 * MIB
+
+    store = opened(Nearly(), spare=8 * MIB)
+    assert store.settings.size == 32 * MIB and "32MiB instead of 64MiB" in caplog.text
+    assert len(put(store, [1, 2])) == 2
+
+
+def test_no_room_at_all_stores_nothing_and_stops_nobody(opened: Open) -> None:
+    class Full(Files):
+        def free(self, folder: Path) -> int:
+            return 0
+
+    store = opened(Full(), spare=MIB)
+    assert put(store, [1, 2]) == [] and held(store, [1]) == [] and store.counts["dropped_too_large"] == 2
+
+
+def test_blocks_of_another_version_of_the_tables_are_found_again(opened: Open, tmp_path: Path) -> None:
+    put(first := opened(), [1, 2])
+    close(first)
+    with sqlite3.connect(tmp_path / "kv" / FILE) as db:
+        db.execute("PRAGMA user_version=1")
+    db.close()
+    assert held(opened(), [1, 2]) == [1, 2]
 
 
 def test_a_lost_index_is_made_anew_from_the_segments(opened: Open, tmp_path: Path) -> None:
@@ -411,7 +448,7 @@ def test_a_record_that_another_block_was_written_over_is_a_miss(opened: Open, tm
 @given(st.integers(PAGE, 10 * PAGE - 1))
 def test_a_torn_end_loses_only_what_was_cut(tmp_path_factory: pytest.TempPathFactory, cut: int) -> None:
     folder = tmp_path_factory.mktemp("torn")
-    settings_ = StoreSettings(path=folder / "kv", service="a", size=64 * MIB, segment=MIB, sweep_s=1e9)
+    settings_ = StoreSettings(path=folder / "kv", size=64 * MIB, segment=MIB, sweep_s=1e9)
     store = DiskStore(settings_)
     put(store, [0, 1, 2])
     close(store)

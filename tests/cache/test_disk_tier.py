@@ -229,14 +229,22 @@ def test_tiny_pools_shared_prefixes_cancels_and_damage_change_no_token(
     assert hits > 0
 
 
-def test_a_path_that_another_service_has_is_refused_with_the_stage_named(
-    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_second_service_on_the_path_finds_what_the_first_one_stored(
+    llama: Path, tmp_path: Path, restoring: None
 ) -> None:
-    running = small(llama, tmp_path)
-    monkeypatch.setenv("FLOWINFER_SERVICE", "another")
-    with pytest.raises(StageError, match=r"(?s)prefill.*keeps its cache in"):
-        small(llama, tmp_path)
-    running.group.close()
+    one, other = small(llama, tmp_path), small(llama, tmp_path)
+    first = answer(one, prompt("a", small_tokens(1, 300)))
+    while one.decode.disk.store.counts["stored"] < 4:
+        one.turn()
+    assert answer(other, prompt("b", small_tokens(1, 300)))["b"] == first["a"] and cached(other, "b") == 256
+    one.group.close()
+    other.group.close()
+
+
+def test_a_path_that_cannot_be_used_is_refused_with_the_stage_named(llama: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(StageError, match=r"(?s)prefill.*can't use .*file"):
+        small(llama, tmp_path / "file" / "kv")
 
 
 def test_restoring_is_chosen_by_cost() -> None:

@@ -16,6 +16,7 @@ from typing import NamedTuple
 from flowinfer.cache.disk.retention import Candidate, Held
 
 FILE = "index.sqlite"
+VERSION = 2  # of the tables; another one is made anew from the segments
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS meta (key TEXT PRIMARY KEY, value);
 CREATE TABLE IF NOT EXISTS segments (
@@ -23,7 +24,7 @@ CREATE TABLE IF NOT EXISTS segments (
   live INTEGER DEFAULT 0);
 CREATE TABLE IF NOT EXISTS entries (
   name BLOB PRIMARY KEY, namespace TEXT, class TEXT, tenant TEXT, segment INTEGER, offset INTEGER, length INTEGER,
-  size INTEGER, expiry REAL, used REAL, hit INTEGER DEFAULT 0) WITHOUT ROWID;
+  size INTEGER, expiry REAL, keep REAL, used REAL, hit INTEGER DEFAULT 0) WITHOUT ROWID;
 CREATE INDEX IF NOT EXISTS by_segment ON entries (segment);
 CREATE INDEX IF NOT EXISTS by_expiry ON entries (expiry);
 CREATE INDEX IF NOT EXISTS by_use ON entries (class, tenant, used);
@@ -40,7 +41,10 @@ _CHUNK = 500  # names in one IN (...): SQLite takes 999 variables and more
 
 
 class Entry(NamedTuple):
-    """Where a block lies (offset of its header), how long its payload is, and until when it stays."""
+    """Where a block lies (offset of its header), how long its payload is, and until when it stays.
+
+    keep: seconds that it stays after a use.
+    """
 
     name: bytes
     namespace: str
@@ -51,6 +55,14 @@ class Entry(NamedTuple):
     length: int
     size: int
     expiry: float
+    keep: float
+
+
+class Use(NamedTuple):
+    """When a block was used, and for how many seconds from then on it is wanted at least."""
+
+    at: float
+    keep: float = 0.0
 
 
 class Usage(NamedTuple):
@@ -73,7 +85,7 @@ class SegmentRow(NamedTuple):
     live: int
 
 
-_COLUMNS = "name, namespace, class, tenant, segment, offset, length, size, expiry"
+_COLUMNS = "name, namespace, class, tenant, segment, offset, length, size, expiry, keep"
 
 
 class DiskIndex:
@@ -88,7 +100,10 @@ class DiskIndex:
         if not read_only:
             self._db.execute("PRAGMA journal_mode=WAL")
             self._db.execute("PRAGMA synchronous=FULL")
-            self._db.executescript(_SCHEMA)
+            if self._db.execute("SELECT 1 FROM sqlite_master").fetchone() is None:
+                self._db.executescript(f"BEGIN IMMEDIATE;{_SCHEMA}PRAGMA user_version={VERSION};COMMIT;")
+        if (version := self._db.execute("PRAGMA user_version").fetchone()[0]) != VERSION:
+            raise sqlite3.DatabaseError(f"its tables have version {version}, not {VERSION}")
         self._db.execute("SELECT count(*) FROM entries").fetchone()  # reads the table: damage shows now
 
     def close(self) -> None:
@@ -120,7 +135,7 @@ class DiskIndex:
             for entry in entries:
                 row = db.execute("DELETE FROM entries WHERE name = ? RETURNING used", (entry.name,)).fetchone()
                 db.execute(
-                    f"INSERT INTO entries ({_COLUMNS}, used) VALUES (?,?,?,?,?,?,?,?,?,?)",
+                    f"INSERT INTO entries ({_COLUMNS}, used) VALUES (?,?,?,?,?,?,?,?,?,?,?)",
                     (*entry, row[0] if row else now),
                 )
 
@@ -128,15 +143,14 @@ class DiskIndex:
         """Those of the blocks that are there and have not expired."""
         return {e.name: e for e in self._select(names) if e.namespace == namespace and e.expiry > now}
 
-    def renew(self, hits: Mapping[bytes, float], keep: Mapping[str, float]) -> None:
-        """Blocks that were used at these times stay for their class's retention (seconds) from then on."""
+    def renew(self, hits: Mapping[bytes, Use]) -> None:
+        """Blocks that were used stay as long again; longer, where the use asks for more than they had."""
         with self.transaction() as db:
-            for cls, seconds in keep.items():
-                db.executemany(
-                    "UPDATE entries SET used = max(used, ?), hit = 1, expiry = max(expiry, ?) "
-                    "WHERE name = ? AND class = ?",
-                    [(at, at + seconds, name, cls) for name, at in hits.items()],
-                )
+            db.executemany(
+                "UPDATE entries SET used = max(used, :at), hit = 1, keep = max(keep, :keep), "
+                "expiry = max(expiry, :at + max(keep, :keep)) WHERE name = :name",
+                [{"at": use.at, "keep": use.keep, "name": name} for name, use in hits.items()],
+            )
 
     def remove(self, names: Sequence[bytes], *, segment: int | None = None) -> list[bytes]:
         """Forgets blocks (only those in `segment`, where one is given); returns those that were there."""

@@ -34,6 +34,12 @@ def is_aligned(buffer: Buffer) -> bool:
     return address % PAGE == 0 and buffer.nbytes % PAGE == 0
 
 
+def within(room: Buffer, size: int) -> Buffer:
+    """Whole pages for `size` bytes: in `room` where they fit, else new ones."""
+    size = padded(size)
+    return room[:size] if size <= room.nbytes else memoryview(mmap.mmap(-1, size))
+
+
 class Files:
     """What the store asks of a filesystem. All errors are OSErrors; transfers are complete or raise ShortTransfer."""
 
@@ -52,6 +58,11 @@ class Files:
         finally:
             path.unlink(missing_ok=True)
         return self.direct
+
+    def free(self, folder: Path) -> int:
+        """Bytes that this user could still write there."""
+        stats = os.statvfs(folder)
+        return stats.f_bavail * stats.f_frsize
 
     def create(self, path: Path, size: int) -> int:
         """A new file of `size` bytes whose room on the device is taken."""

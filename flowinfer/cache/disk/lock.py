@@ -1,4 +1,4 @@
-"""Lets the processes of one service share a store, and no other service: two would evict each other's blocks."""
+"""Lets services share a store, and keeps everybody out while it is changed by hand."""
 
 from __future__ import annotations
 
@@ -10,48 +10,36 @@ from pathlib import Path
 from flowinfer.errors import FlowInferError
 
 LOCK = "lock"
-_PATIENCE_S = 2.0  # the first process holds the lock alone for the time of one small write
+_PATIENCE_S = 2.0  # who changes a store by hand may be about to finish
 
 
-class ServiceLock:
-    """A shared lock on a store in the name of one service. `service` is the same in all its processes."""
+class StoreLock:
+    """A lock on a store: shared by the services that use it, or alone. Raises FlowInferError where it can't be had."""
 
-    def __init__(self, folder: Path, service: str) -> None:
-        self.folder, self.service = folder, service
+    def __init__(self, folder: Path, *, alone: bool = False) -> None:
+        self.folder = folder
         self._fd = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
-            self._take()
+            self._take(fcntl.LOCK_EX if alone else fcntl.LOCK_SH, 0.0 if alone else _PATIENCE_S)
         except BaseException:
             os.close(self._fd)
             raise
 
     def close(self) -> None:
-        """Lets go; the store is free once every process of the service has."""
+        """Lets go."""
         os.close(self._fd)
 
-    def _take(self) -> None:
-        give_up = time.monotonic() + _PATIENCE_S
-        while True:
-            if _flock(self._fd, fcntl.LOCK_EX):  # nobody has it: it becomes ours
-                os.ftruncate(self._fd, 0)
-                os.pwrite(self._fd, self.service.encode(), 0)
-                _flock(self._fd, fcntl.LOCK_SH)
-            elif not _flock(self._fd, fcntl.LOCK_SH):
-                if time.monotonic() < give_up:
-                    time.sleep(0.01)
-                    continue
-                raise self._refused()
-            if os.pread(self._fd, 4096, 0).decode(errors="replace") == self.service:
-                return
-            _flock(self._fd, fcntl.LOCK_UN)
-            raise self._refused()
+    def _take(self, how: int, patience_s: float) -> None:
+        give_up = time.monotonic() + patience_s
+        while not _flock(self._fd, how):
+            if time.monotonic() >= give_up:
+                raise self._refused(how)
+            time.sleep(0.01)
 
-    def _refused(self) -> FlowInferError:
-        holder = os.pread(self._fd, 4096, 0).decode(errors="replace")
-        return FlowInferError(
-            f"another service ({holder or 'unknown'}) keeps its cache in {self.folder}.",
-            help="Stop it, or give this one another `tiers.disk.path`.",
-        )
+    def _refused(self, how: int) -> FlowInferError:
+        if how == fcntl.LOCK_EX:
+            return FlowInferError(f"a service uses the cache in {self.folder}.", help="Stop it first: flowinfer stop")
+        return FlowInferError(f"the cache in {self.folder} is being changed by hand.", help="Start again in a moment.")
 
 
 def _flock(fd: int, how: int) -> bool:

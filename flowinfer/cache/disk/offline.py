@@ -16,13 +16,11 @@ import msgspec
 from flowinfer.cache.disk.index import FILE, DiskIndex, Entry, Usage
 from flowinfer.cache.disk.io import Arena, Files
 from flowinfer.cache.disk.reader import BlockReader, ReadFault
-from flowinfer.cache.disk.retention import Retention
 from flowinfer.cache.disk.segments import segment_path
-from flowinfer.cache.disk.store import DiskStore, StoreSettings
+from flowinfer.cache.disk.store import UNLIMITED, DiskStore, StoreSettings
+from flowinfer.cache.disk.writer import AS_IS
+from flowinfer.cache.sealing import Seal
 from flowinfer.errors import FlowInferError
-
-SERVICE = "flowinfer cache"
-_FOREVER = 1e18
 
 
 @dataclass(frozen=True)
@@ -36,13 +34,17 @@ class Summary:
 
 
 class Exported(msgspec.Struct, frozen=True):
-    """A block in an export, beside its payload. ttl_s: how long it had to stay."""
+    """A block in an export, beside its payload as it is stored: an encrypted one stays so.
+
+    keep_s: how long it stays after a use, which the import is.
+    """
 
     name: bytes
     namespace: str
     cls: str
     tenant: str
-    ttl_s: float
+    keep_s: float
+    seal: Seal | None = None
 
 
 def summary(folder: Path) -> Summary:
@@ -84,15 +86,14 @@ def export(folder: Path, to: Path) -> int:
     """Writes all blocks that pass their checksums to a tar file; works beside a running service."""
     count = 0
     with _reading(folder) as index, tarfile.open(to, "w") as tar:
-        reader, now = _reader(folder, index), index.high_water()
+        reader = _reader(folder, index)
         for entry in index.matching():
             payload = memoryview(mmap.mmap(-1, max(1, entry.length)))[: entry.length]
             try:
-                reader.read(entry, payload)
+                seal = reader.read_stored(entry, payload)
             except ReadFault:
                 continue
-            ttl_s = max(0.0, entry.expiry - now)
-            head = Exported(entry.name, entry.namespace, entry.cls, entry.tenant, ttl_s)
+            head = Exported(entry.name, entry.namespace, entry.cls, entry.tenant, entry.keep, seal)
             _add(tar, f"{entry.name.hex()}.json", msgspec.json.encode(head))
             _add(tar, f"{entry.name.hex()}.kv", bytes(payload))
             count += 1
@@ -107,7 +108,8 @@ def import_(folder: Path, source: Path, *, size: int) -> int:
             block = msgspec.json.decode(_bytes(tar, head), type=Exported)
             payload = memoryview(bytearray(_bytes(tar, body)))
             how = {"namespace": block.namespace, "cls": block.cls, "tenant": block.tenant}
-            count += len(store.put([(block.name, payload)], keep_s=block.ttl_s, **how).result())
+            stored = store.put([(block.name, payload)], keep_s=block.keep_s, sealed=block.seal or AS_IS, **how)
+            count += len(stored.result())
     return count
 
 
@@ -127,7 +129,7 @@ def _bytes(tar: tarfile.TarFile, member: tarfile.TarInfo) -> bytes:
 def _damage(reader: BlockReader, entry: Entry) -> str:
     target = memoryview(mmap.mmap(-1, max(1, entry.length)))[: entry.length]
     try:
-        reader.read(entry, target)
+        reader.read_stored(entry, target)
     except ReadFault as fault:
         return f"{fault.cause}: {fault.detail}"
     return ""
@@ -161,9 +163,10 @@ def _reading(folder: Path) -> Iterator[DiskIndex]:
 
 @contextmanager
 def _changing(folder: Path, *, size: int | None = None) -> Iterator[DiskStore]:
-    """Opens the store as a service would: refused while one runs. Nothing is evicted to make room but by `size`."""
-    retention = Retention({}, default=_FOREVER)  # what stays is told block by block
-    store = DiskStore(StoreSettings(path=folder, size=size or 1 << 60, service=SERVICE, retention=retention))
+    """Opens the store as a service would, but alone. Nothing is evicted to make room but by `size`."""
+    if not (folder / FILE).exists() and size is None:
+        raise FlowInferError(f"there is no disk cache in {folder}.", help="Name its folder by --path.")
+    store = DiskStore(StoreSettings(path=folder, size=size or UNLIMITED, alone=True))
     try:
         yield store
     finally:

@@ -70,4 +70,5 @@ def _entry(record: Record, segment: int) -> Entry:
         record.length,
         record.size,
         record.expiry,
+        record.keep,
     )

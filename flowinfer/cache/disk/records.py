@@ -12,21 +12,27 @@ from dataclasses import dataclass
 import xxhash
 
 from flowinfer.cache.disk.io import PAGE, Buffer, padded
+from flowinfer.cache.sealing import Seal
 
-VERSION = 1
-RECORD_MAGIC = b"FIKVREC\x01"
-SEGMENT_MAGIC = b"FIKVSEG\x01"
+VERSION = 2
+RECORD_MAGIC = b"FIKVREC\x02"
+SEGMENT_MAGIC = b"FIKVSEG\x02"
+NOT_SEALED = Seal(bytes(8), bytes(12))
 MAX_WORD = 32  # bytes of a class, tenant or namespace
 
-# magic, version, unused, segment key, name, namespace, class, tenant, written, expiry, offset, length, payload's xxh3
-_RECORD = struct.Struct("<8sHxxxxxx16s16s32s32s32sddQQQ")
+# magic, version, unused, segment key, name, namespace, class, tenant, written, expiry, keep, offset, length, payload's
+# xxh3, id of the encryption key (zeros: none), nonce
+_RECORD = struct.Struct("<8sHxxxxxx16s16s32s32s32sdddQQQ8s12s")
 _SEGMENT = struct.Struct("<8sHxxxxxx16sQQ32s")  # magic, version, key, id, size, class
 _SUM = struct.Struct("<Q")
 
 
 @dataclass(frozen=True)
 class Record:
-    """A block on disk. offset: of its header in the segment.  length: bytes of payload.  Times in cache time."""
+    """A block on disk. offset: of its header in the segment.  length: bytes of payload.  Times in cache time.
+
+    keep: seconds that it stays after a use.  checksum: xxh3 of the payload as it is stored, encrypted or not.
+    """
 
     name: bytes
     namespace: str
@@ -37,6 +43,8 @@ class Record:
     offset: int
     length: int
     checksum: int
+    keep: float = 0.0
+    seal: Seal | None = None
 
     @property
     def size(self) -> int:
@@ -48,7 +56,7 @@ class Record:
         words = (self.namespace.encode(), self.cls.encode(), self.tenant.encode())
         packed = _RECORD.pack(
             RECORD_MAGIC, VERSION, segment_key, self.name, *words,
-            self.written, self.expiry, self.offset, self.length, self.checksum,
+            self.written, self.expiry, self.keep, self.offset, self.length, self.checksum, *(self.seal or NOT_SEALED),
         )  # fmt: skip
         _fill(page, packed)
 
@@ -68,10 +76,12 @@ def read_record(page: Buffer, segment_key: bytes) -> Record | None:
     packed = _checked(page, _RECORD.size)
     if packed is None:
         return None
-    magic, version, key, name, namespace, cls, tenant, written, expiry, offset, length, total = _RECORD.unpack(packed)
+    magic, version, key, name, *fields = _RECORD.unpack(packed)
     if (magic, version, key) != (RECORD_MAGIC, VERSION, segment_key):
         return None
-    return Record(name, _text(namespace), _text(cls), _text(tenant), written, expiry, offset, length, total)
+    words, (written, expiry, keep, offset, length, total, key_id, nonce) = map(_text, fields[:3]), fields[3:]
+    seal = Seal(key_id, nonce) if (key_id, nonce) != NOT_SEALED else None
+    return Record(name, *words, written, expiry, offset, length, total, keep, seal)
 
 
 def pack_segment(page: Buffer, key: bytes, id: int, size: int, cls: str) -> None:

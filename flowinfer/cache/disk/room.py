@@ -15,8 +15,9 @@ from flowinfer.cache.disk.index import DiskIndex, Entry, SegmentRow
 from flowinfer.cache.disk.reader import BlockReader, ReadFault
 from flowinfer.cache.disk.retention import choose_victim, fair_share
 from flowinfer.cache.disk.segments import seal_dead, segment_path
+from flowinfer.cache.sealing import Seal
 
-Copy = Callable[[Entry, memoryview], bool]
+Copy = Callable[[Entry, memoryview, Seal | None], bool]
 Removed = Callable[[Sequence[bytes], str], None]  # names, cause
 
 
@@ -108,10 +109,10 @@ class Janitor:
     def _copy_forward(self, entry: Entry) -> None:
         payload = memoryview(mmap.mmap(-1, max(1, entry.length)))[: entry.length]
         try:
-            self._reader.read(entry, payload)
+            sealed = self._reader.read_stored(entry, payload)
         except ReadFault:
             return  # it goes with its segment
-        self._copy(entry, payload)
+        self._copy(entry, payload, sealed)
 
     def _enforce_limits(self) -> None:
         """Evicts what was used longest ago, of the largest tenants, until classes and tenants keep their limits."""
@@ -150,9 +151,16 @@ class Janitor:
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
-        fd = os.open(self._folder / "janitor", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX)
+        with alone(self._folder):
             yield
-        finally:
-            os.close(fd)
+
+
+@contextmanager
+def alone(folder: Path) -> Iterator[None]:
+    """One process at a time: for what would otherwise be done twice."""
+    fd = os.open(folder / "janitor", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(fd)

@@ -8,32 +8,35 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from flowinfer.cache.disk.index import FILE, DiskIndex, Entry
+from flowinfer.cache.disk.index import FILE, DiskIndex, Entry, Use
 from flowinfer.cache.disk.io import PAGE, Arena, Buffer, Files
-from flowinfer.cache.disk.lock import ServiceLock
+from flowinfer.cache.disk.lock import StoreLock
 from flowinfer.cache.disk.reader import BlockReader, ReadFault
 from flowinfer.cache.disk.rebuild import rebuild
 from flowinfer.cache.disk.records import MAX_WORD
 from flowinfer.cache.disk.retention import Retention, SteadyClock, expiry_group
-from flowinfer.cache.disk.room import Janitor, Limits
+from flowinfer.cache.disk.room import Janitor, Limits, alone
 from flowinfer.cache.disk.writer import Placing, Writer
+from flowinfer.cache.sealing import Seal, Sealer
 from flowinfer.errors import FlowInferError
+from flowinfer.units import format_bytes
 
 log = logging.getLogger(__name__)
+UNLIMITED = 1 << 60
 MIN_SEGMENTS = 16  # a store has room for so many, however small it is: else one eviction empties half of it
 
 
 @dataclass(frozen=True)
 class StoreSettings:
-    """size: bytes on disk.  segment: bytes of a segment, at most a sixteenth of size.  service: the same in all
-    processes that may share the store.  backlog: bytes that may wait to be written; what exceeds them is dropped."""
+    """size: bytes on disk.  segment: bytes of a segment, at most a sixteenth of size.  spare: bytes of the device that
+    stay free, however large size is.  backlog: bytes that may wait to be written; what exceeds them is dropped.
+    alone: no other process may use the store meanwhile.  key: encrypts blocks."""
 
     path: Path
     size: int
-    service: str
     segment: int = 1 << 30
     retention: Retention = field(default_factory=Retention)
     class_limits: Mapping[str, int] = field(default_factory=dict)
@@ -41,19 +44,25 @@ class StoreSettings:
     threads: int = 3
     backlog: int = 256 << 20
     sweep_s: float = 5.0
+    spare: int = 0
+    alone: bool = False
+    key: bytes | None = None
 
     @property
     def segment_bytes(self) -> int:
-        """Bytes of a segment: whole pages."""
-        return max(4 * PAGE, min(self.segment, self.size // MIN_SEGMENTS) // PAGE * PAGE)
+        """Bytes of a segment: whole pages. 0 where the store has no room for sixteen of the least ones."""
+        size = min(self.segment, self.size // MIN_SEGMENTS) // PAGE * PAGE
+        return size if size >= 4 * PAGE else 0
 
 
 class DiskStore:
-    """Blocks on disk under 16-byte names. Thread-safe, and safe to open in several processes of one service.
+    """Blocks on disk under 16-byte names. Thread-safe, and safe to open in several processes and services.
+
+    Services that share a store each hold all of it to their own limits: the tightest count.
 
     removed(names, cause) is told of what left the store through this process, fault(cause) of all that went wrong; any
     thread may call them. Raises FlowInferError from the
-    constructor where the path can't be used or another service has it; no other method raises for what a device does.
+    constructor where the path can't be used; no other method raises for what a device does.
     """
 
     def __init__(
@@ -71,7 +80,7 @@ class DiskStore:
         self._wall, self._monotonic, self._told, self._told_fault = wall, monotonic, removed, fault
         folder = self._prepare(settings.path)
         self._closed = False
-        self._lock = ServiceLock(folder, settings.service)
+        self._lock = StoreLock(folder, alone=settings.alone)
         try:
             self._open(folder)
         except BaseException:
@@ -88,19 +97,20 @@ class DiskStore:
         return folder
 
     def _open(self, folder: Path) -> None:
-        settings = self.settings
         self.index = open_index(folder)
+        settings = self.settings = self._fitting(self.settings, folder)
+        sealer = Sealer(settings.key) if settings.key is not None else None
         self._clock = SteadyClock(self.index.high_water(), self._wall(), self._monotonic())
         self._arena = Arena(2 * settings.threads)
         self._pool = ThreadPoolExecutor(settings.threads, thread_name_prefix="disk-io")
-        self._reader = BlockReader(self._files, self._arena, folder, self.index)
+        self._reader = BlockReader(self._files, self._arena, folder, self.index, sealer)
         # One segment is set aside for what is copied forward.
         limits = Limits(settings.size - settings.segment_bytes, settings.class_limits, settings.tenant_limit)
         self._janitor = Janitor(folder, self.index, self._reader, limits, self._copy_forward, self._removed)
         self._janitor.recover()
         self.index.set_high_water(self.now())
         self._swept = self._monotonic()
-        self._renewals: dict[bytes, float] = {}
+        self._renewals: dict[bytes, Use] = {}
         self._writer = Writer(
             self._files,
             self._arena,
@@ -114,7 +124,20 @@ class DiskStore:
             now=self.now,
             tick_s=min(1.0, settings.sweep_s),
             count=self._count,
+            sealer=sealer,
         )
+
+    def _fitting(self, settings: StoreSettings, folder: Path) -> StoreSettings:
+        """The settings with no more size than the device has room for."""
+        room = self.index.allocated() + self._files.free(folder) - settings.spare
+        if settings.size <= room or settings.size >= UNLIMITED:
+            return settings
+        room = max(0, room) // 2**20 * 2**20
+        log.warning(
+            "disk cache %s: %s instead of %s, so that %s of the device stay free",
+            *(folder, format_bytes(room), format_bytes(settings.size), format_bytes(settings.spare)),
+        )
+        return replace(settings, size=room)
 
     def now(self) -> float:
         """Cache time: see SteadyClock."""
@@ -128,20 +151,24 @@ class DiskStore:
         cls: str,
         tenant: str = "",
         keep_s: float | None = None,
+        sealed: Seal | None = None,
     ) -> Future[list[bytes]]:
         """Stores blocks behind the caller's back; the future has the names that are durable now.
 
         keep_s: how long they stay after their last use, instead of the class's retention; 0 stores nothing. Blocks
-        that are there already are renewed instead. The memory must not change until the future is done.
+        that are there already are renewed instead. The memory must not change until the future is done. sealed: how
+        they are encrypted already.
         """
         for word in (namespace, cls, tenant):
             assert len(word.encode()) <= MAX_WORD, f"{word!r} is too long for a record"
         keep = self.settings.retention.of(cls) if keep_s is None else keep_s
         known = self._find([name for name, _ in blocks], namespace)
         now = self.now()
-        self._renewals.update(dict.fromkeys(known, now))
+        if keep > 0:
+            self._renewals.update(dict.fromkeys(known, Use(now, keep)))
         fresh = [(name, payload) for name, payload in blocks if name not in known and keep > 0]
-        return self._writer.put(fresh, Placing(namespace, cls, tenant, now, now + keep, expiry_group(now + keep, keep)))
+        group = expiry_group(now + keep, keep)
+        return self._writer.put(fresh, Placing(namespace, cls, tenant, now, now + keep, keep, group), sealed=sealed)
 
     def contains(self, names: Sequence[bytes], namespace: str) -> int:
         """How many of the leading blocks are there."""
@@ -160,7 +187,7 @@ class DiskStore:
         ]
         found = [read is not None and read.result() for read in reads]
         now = self.now()
-        self._renewals.update((name, now) for name, there in zip(names, found, strict=True) if there)
+        self._renewals.update((name, Use(now)) for name, there in zip(names, found, strict=True) if there)
         self.counts["hits"] += sum(found)
         self.counts["misses"] += len(names) - len(known)
         return found
@@ -221,11 +248,10 @@ class DiskStore:
         except OSError as error:
             self._fault("read_index", str(error))
 
-    def _copy_forward(self, entry: Entry, payload: memoryview) -> bool:
-        keep = self.settings.retention.of(entry.cls)
-        group = expiry_group(entry.expiry, keep or 1)
-        placing = Placing(entry.namespace, entry.cls, entry.tenant, self.now(), entry.expiry, group)
-        copied = self._writer.append_now(entry.name, payload, placing)
+    def _copy_forward(self, entry: Entry, payload: memoryview, sealed: Seal | None) -> bool:
+        group = expiry_group(entry.expiry, entry.keep)
+        placing = Placing(entry.namespace, entry.cls, entry.tenant, self.now(), entry.expiry, entry.keep, group)
+        copied = self._writer.append_now(entry.name, payload, placing, sealed)
         self._count("copied_forward", copied)
         return copied
 
@@ -240,11 +266,8 @@ class DiskStore:
 
     def _renew(self) -> None:
         hits, self._renewals = self._renewals, {}
-        if not hits:
-            return
-        retention = self.settings.retention
-        classes = {usage.cls for usage in self.index.usage()}
-        self.index.renew(hits, {cls: retention.of(cls) for cls in classes})
+        if hits:
+            self.index.renew(hits)
 
     def _removed(self, names: Sequence[bytes], cause: str) -> None:
         self._count(f"removed_{cause}", len(names))
@@ -261,7 +284,12 @@ class DiskStore:
 
 
 def open_index(folder: Path) -> DiskIndex:
-    """The store's index; made anew from the segments where it is missing or damaged."""
+    """The store's index; made anew from the segments where it is missing, damaged, or of another version."""
+    with alone(folder):
+        return _open_index(folder)
+
+
+def _open_index(folder: Path) -> DiskIndex:
     try:
         index = DiskIndex(folder)
     except sqlite3.DatabaseError as error:

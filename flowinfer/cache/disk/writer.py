@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import errno
 import logging
-import mmap
 import os
 import queue
 import secrets
@@ -19,9 +18,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from flowinfer.cache.disk.index import DiskIndex, Entry
-from flowinfer.cache.disk.io import Arena, Buffer, Files, is_aligned, padded
-from flowinfer.cache.disk.records import Record, checksum, record_size
+from flowinfer.cache.disk.io import Arena, Buffer, Files, is_aligned, within
+from flowinfer.cache.disk.records import NOT_SEALED, Record, checksum, record_size
 from flowinfer.cache.disk.segments import OpenSegment, create_segment
+from flowinfer.cache.sealing import TAG_BYTES, Seal, Sealer
 
 log = logging.getLogger(__name__)
 MAX_OPEN = 4  # segments that a process writes to: each takes its whole size on the device until it is sealed
@@ -39,10 +39,13 @@ class Placing:
     tenant: str
     written: float
     expiry: float
+    keep: float
     group: int
 
 
 Written = tuple[OpenSegment, Entry | None]  # None where the device refused the record
+Block = tuple[bytes, Buffer]  # name and payload
+AS_IS = NOT_SEALED  # of a block that isn't encrypted and shall stay so
 
 
 @dataclass
@@ -70,7 +73,9 @@ class Writer:
         now: Callable[[], float],
         tick_s: float,
         count: Callable[[str, int], None],
+        sealer: Sealer | None = None,
     ) -> None:
+        self._sealer = sealer
         self._files, self._arena, self._folder, self._index, self._pool = files, arena, folder, index, pool
         self._segment_bytes, self._backlog_bytes = segment_bytes, backlog_bytes
         self._make_room, self._count, self._now = make_room, count, now
@@ -84,10 +89,11 @@ class Writer:
         self._thread = threading.Thread(target=self._commit_all, name="disk-commit", daemon=True)
         self._thread.start()
 
-    def put(self, blocks: Sequence[tuple[bytes, Buffer]], placing: Placing) -> Future[list[bytes]]:
+    def put(self, blocks: Sequence[Block], placing: Placing, *, sealed: Seal | None = None) -> Future[list[bytes]]:
         """Names that were stored, once they are durable. The memory must not change until then. Never raises OSError.
 
-        What exceeds the backlog, or comes while the device is full, is dropped and counted.
+        sealed: how the blocks are encrypted already. What exceeds the backlog, or comes while the device is full, is
+        dropped and counted.
         """
         batch = _Batch()
         for name, payload in blocks:
@@ -95,12 +101,12 @@ class Writer:
                 if self._closed:
                     self._count("dropped_closed", 1)
                     continue
-                place = self._reserve(payload.nbytes, placing)
+                place = self._reserve(self._stored_bytes(payload, sealed), placing)
                 if place is None:
                     continue
                 self._pending_bytes += payload.nbytes
             batch.size += payload.nbytes
-            batch.records.append(self._pool.submit(self.write, place, name, payload, placing))
+            batch.records.append(self._pool.submit(self.write, place, name, payload, placing, sealed))
         with self.lock:
             if self._closed:  # nobody takes batches any more: who waits for this one must not wait for ever
                 batch.done.set_result([])
@@ -108,29 +114,32 @@ class Writer:
                 self._batches.put(batch)
         return batch.done
 
-    def write(self, place: tuple[OpenSegment, int], name: bytes, payload: Buffer, placing: Placing) -> Written:
+    def write(
+        self, place: tuple[OpenSegment, int], name: bytes, payload: Buffer, placing: Placing, sealed: Seal | None
+    ) -> Written:
         """Writes one record at its reserved place."""
         segment, offset = place
-        record = Record(
-            name, placing.namespace, placing.cls, placing.tenant, placing.written, placing.expiry,
-            offset, payload.nbytes, checksum(payload),
-        )  # fmt: skip
+        words = (placing.namespace, placing.cls, placing.tenant)
         try:
             with self._arena.slot() as (page, room):
+                stored, whole, seal = self._stored(name, payload, placing.namespace, room, sealed)
+                times, sum_ = (placing.written, placing.expiry), checksum(stored)
+                record = Record(name, *words, *times, offset, stored.nbytes, sum_, placing.keep, seal)
                 record.pack_into(page, segment.key)
-                self._files.write(segment.fd, [page, self._writable(payload, room)], offset)
+                self._files.write(segment.fd, [page, whole], offset)
         except OSError as error:
             self._give_up(segment, error)
             return segment, None
-        return segment, Entry(
-            name, placing.namespace, placing.cls, placing.tenant, segment.id, offset, payload.nbytes, record.size,
-            placing.expiry,
-        )  # fmt: skip
+        at = (segment.id, offset, record.length, record.size)
+        return segment, Entry(name, *words, *at, placing.expiry, placing.keep)
 
-    def append_now(self, name: bytes, payload: Buffer, placing: Placing) -> bool:
-        """Writes one record and waits until it is durable and visible; for copying forward, with the lock held."""
+    def append_now(self, name: bytes, payload: Buffer, placing: Placing, sealed: Seal | None) -> bool:
+        """Writes one record, which is as it was stored, and waits until it is durable and visible.
+
+        For copying forward, with the lock held.
+        """
         place = self._reserve(payload.nbytes, placing, may_make_room=False)
-        return place is not None and bool(self._commit([self.write(place, name, payload, placing)]))
+        return place is not None and bool(self._commit([self.write(place, name, payload, placing, sealed or AS_IS)]))
 
     def close(self) -> None:
         """Stores what is pending, then seals the open segments. What is put from now on is dropped and counted."""
@@ -214,14 +223,23 @@ class Writer:
             self._paused_until = time.monotonic() + PAUSE_S
         self._count(f"write_{cause}", 1)
 
-    def _writable(self, payload: Buffer, room: Buffer) -> Buffer:
-        """The payload as O_DIRECT takes it: itself where it is aligned, else a copy."""
+    def _stored_bytes(self, payload: Buffer, sealed: Seal | None) -> int:
+        return payload.nbytes + (TAG_BYTES if self._sealer is not None and sealed is None else 0)
+
+    def _stored(
+        self, name: bytes, payload: Buffer, namespace: str, room: Buffer, sealed: Seal | None
+    ) -> tuple[Buffer, Buffer, Seal | None]:
+        """(the bytes of the record, the same as O_DIRECT takes them, how they are encrypted)."""
+        if sealed is None and self._sealer is not None:
+            whole = within(room, payload.nbytes + TAG_BYTES)
+            stored = whole[: payload.nbytes + TAG_BYTES]
+            return stored, whole, self._sealer.seal(payload, stored, name=name, namespace=namespace)
+        seal = None if sealed is AS_IS else sealed
         if not self._files.direct or is_aligned(payload):
-            return payload
-        size = padded(payload.nbytes)
-        bounce = room[:size] if size <= room.nbytes else memoryview(mmap.mmap(-1, size))
-        bounce[: payload.nbytes] = payload
-        return bounce
+            return payload, payload, seal
+        whole = within(room, payload.nbytes)
+        whole[: payload.nbytes] = payload
+        return payload, whole, seal
 
     # ---------------------------------------------------------------------------------------------------- committing
 
