@@ -49,14 +49,25 @@ class ReplyFormat(msgspec.Struct, array_like=True, kw_only=True, frozen=True):
 class Grammar(msgspec.Struct, array_like=True, frozen=True):
     """What the output must match. text: a JSON Schema, a regular expression, a JSON list of choices, or Lark or GBNF.
 
+    nested: JSON [Lark, kind, text] of a Lark grammar in which @body stands for the grammar of that kind and text.
     param: the field of the request that it came in, for errors.  after: the token behind which the grammar begins, as
-    the end of reasoning; None: it binds from the first token.
+    the end of reasoning; None: it binds from the first token.  opens: the token that leads to `after`; where the output
+    doesn't begin with it, the grammar binds from the first token too; None: the prompt has it already.
     """
 
-    kind: Literal["json", "regex", "choice", "lark"]
+    kind: Literal["json", "regex", "choice", "lark", "nested"]
     text: str
     param: str = "response_format"
     after: int | None = None
+    opens: int | None = None
+
+
+class ToolChoice(msgspec.Struct, array_like=True, kw_only=True, frozen=True):
+    """Which tools an answer may call, and whether it must. names: of those that it may; () for all of them."""
+
+    required: bool = False
+    names: tuple[str, ...] = ()
+    parallel: bool = True  # False: one call at most
 
 
 class Sampling(msgspec.Struct, array_like=True, kw_only=True, frozen=True):
@@ -86,6 +97,8 @@ class Call(Message):
     """A request as it came in: `messages` for a chat, or `prompt` (text or ids) for a completion. Made by the gateway.
 
     id is unique in the life of the service. deadline is in seconds of the host's monotonic clock, None for no limit.
+    session: what requests of one session share (a user, a conversation), for an experiment that splits by it.
+    arm: "b" for what goes the way of an experiment's arm B; the loop keeps it through all stages.
     """
 
     id: str
@@ -97,6 +110,9 @@ class Call(Message):
     cache_class: str = "chat"
     template_args: dict[str, Any] = {}
     deadline: float | None = None
+    tool_choice: ToolChoice = ToolChoice()
+    session: str = ""
+    arm: str = ""
 
 
 class PrefixHint(msgspec.Struct, array_like=True, kw_only=True):
@@ -357,6 +373,24 @@ class Drain(Event):
 
 class Serving(Event):
     """All workers are up and connected: the gateway may admit."""
+
+
+class Arms(Event):
+    """Tells the gateway whether requests may go to arm B of the experiment. abort: those that still do are failed."""
+
+    open: bool
+    abort: bool = False
+
+
+class ArmsClosed(Event):
+    """The gateway's answer to Arms(open=False), to "supervisor": nothing of arm B is open any more."""
+
+
+class Breach(Event):
+    """Arm B of this experiment broke a limit of `stop_if`: to "supervisor", which takes the arm down."""
+
+    experiment: str
+    reason: str
 
 
 class LeaseQuery(Event):

@@ -26,7 +26,7 @@ class Encoder:
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._vocabulary = vocabulary
         self._forbidden = vocabulary.control_ids - {vocabulary.unknown_id}
-        self._parts = lru_cache(4096)(self._find_markers)  # a template has few control segments, and they recur
+        self.markers = lru_cache(4096)(self._find_markers)  # a template has few control segments, and they recur
 
     def plain(self, text: str, *, first: bool = True) -> list[int]:
         """Ids of plain text; `first` if nothing stands before it. Never a control id."""
@@ -52,7 +52,7 @@ class Encoder:
         parts: list[Part] = []
         run: list[str] = []
         for segment in segments:
-            for part in self._parts(segment.text) if segment.control else (segment.text,):
+            for part in self.markers(segment.text) if segment.control else (segment.text,):
                 if isinstance(part, str):
                     run.append(part)
                 else:

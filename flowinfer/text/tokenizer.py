@@ -13,7 +13,7 @@ import numpy as np
 
 from flowinfer.errors import ModelError, RequestError
 from flowinfer.message import Ids
-from flowinfer.text.encoding import Encoder
+from flowinfer.text.encoding import Encoder, Part
 from flowinfer.text.incremental import Glyphs, strip_opening
 from flowinfer.text.selftest import check_template
 from flowinfer.text.template import ChatTemplate, Messages, Tools
@@ -64,6 +64,10 @@ class TextTokenizer:
     def encode_segments(self, segments: Iterable[Segment]) -> Ids:
         """Ids, int32 [tokens], of a rendered conversation."""
         return self._encoder.segments(segments)
+
+    def marked(self, text: str) -> tuple[Part, ...]:
+        """Text as a template's author would write it: ids of control tokens, and the text between them."""
+        return self._encoder.markers(text)
 
     def render(self, messages: Messages, tools: Tools | None = None, /, **arguments: Any) -> list[Segment]:
         """The conversation in the model's format. Raises RequestError (400) where the template refuses it."""

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from flowinfer.errors import RequestError
-from flowinfer.message import ReplyFormat, Sampling
+from flowinfer.message import Grammar, ReplyFormat, Sampling
 from flowinfer.text.jsonobject import JsonObject
 
 # Tokenizing runs at about 2 million characters a second, so 20,000 hold the loop for 10 ms; more goes to the pool.
@@ -86,11 +86,12 @@ def fit(
     )
 
 
-def with_grammar_after(sampling: Sampling, token: int | None) -> Sampling:
-    """Sampling whose grammar, if it has one, begins behind this token: the model thinks first."""
-    if sampling.grammar is None:
-        return sampling
-    return msgspec.structs.replace(sampling, grammar=msgspec.structs.replace(sampling.grammar, after=token))
+def check_ends(sampling: Sampling, grammar: Grammar) -> None:
+    """Raises RequestError (400) where a bound answer is told not to end: it ends where its grammar does."""
+    if sampling.ignore_eos:
+        raise _bad(
+            "ignore_eos", f"`ignore_eos` can't be combined with {grammar.param}: its text ends with its grammar."
+        )
 
 
 def check_hopeless(min_tokens: int, *, context: int, param: str) -> None:

@@ -8,13 +8,14 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import msgspec
 import numpy as np
 
 from flowinfer.errors import ModelError, RequestError
-from flowinfer.message import Call, Ids, Prompt, ReplyFormat
+from flowinfer.message import Call, Grammar, Ids, Prompt, ReplyFormat
 from flowinfer.stage import Contract, ModelUse, Stage, StageConfig, setting
 from flowinfer.stages.recipe_tokenize import policy, reply
-from flowinfer.text.reply.formats import THINK_CLOSE, ReasoningParser, ToolParser
+from flowinfer.text.reply.formats import ReasoningParser, ToolParser
 from flowinfer.units import TokenCount
 
 if TYPE_CHECKING:
@@ -45,7 +46,7 @@ class RecipeTokenize(Stage):
         from flowinfer.text.tokenizer import load_tokenizer
 
         folder = resolve(self.config.model)
-        self.use(self.ctx.shared(("tokenizer", str(folder)), lambda: load_tokenizer(folder)))
+        self.use(self.ctx.shared(("tokenizer", str(folder)), lambda: load_tokenizer(folder), arms=True))
 
     def use(self, tokenizer: TextTokenizer) -> None:
         """Works with this tokenizer. Raises ModelError where its templates can't be followed or read."""
@@ -54,7 +55,6 @@ class RecipeTokenize(Stage):
         tokenizer.check_templates()
         self.tokenizer = tokenizer
         self._habits = reply.habits_of(tokenizer, self.config.tool_parser, self.config.reasoning_parser)
-        self._think_end: int | None = tokenizer.vocabulary.full.token_to_id(THINK_CLOSE)
         self._pooled: set[str] = set()
 
     def step(self, calls: list[Call]) -> Iterable[Prompt]:
@@ -92,13 +92,10 @@ class RecipeTokenize(Stage):
 
     def _prompt(self, call: Call) -> Prompt:
         """The call as a prompt. Raises RequestError. Runs in the loop or in the pool, so it changes nothing here."""
-        if call.sampling.grammar is not None:
-            from flowinfer.engine.grammar.guidance import check
-
-            check(call.sampling.grammar)  # here, so that a bad one costs no prefill
         policy.check_ids(call.sampling, self.tokenizer.vocab_size)
         context = self.tokenizer.context_length
         tokens, form = self._chat(call) if call.messages is not None else (self._plain(call), None)
+        grammar = self._grammar(call, form)
         param = "prompt" if call.messages is None else "messages"
         policy.check_length(len(tokens), context=context, limit=self.config.max_prompt_tokens, param=param)
         sampling = policy.fit(
@@ -107,7 +104,7 @@ class RecipeTokenize(Stage):
         return Prompt(
             id=call.id,
             tokens=tokens,
-            sampling=sampling if form is None else policy.with_grammar_after(sampling, self._think_end),
+            sampling=msgspec.structs.replace(sampling, grammar=grammar),
             cache_salt=call.cache_salt,
             cache_class=call.cache_class,
             deadline=call.deadline,
@@ -116,10 +113,23 @@ class RecipeTokenize(Stage):
     def _chat(self, call: Call) -> tuple[Ids, ReplyFormat | None]:
         segments = self.segments(call)
         self._check_chars(sum(len(segment.text) for segment in segments), "messages")
-        form = self._habits.format_of(None if call.sampling.grammar else call.tools, segments)
-        if call.sampling.grammar and not (form and form.thinking and self._think_end is not None):
-            form = None  # the grammar binds the answer from its first token, so all of it is text
-        return self.tokenizer.encode_segments(segments), form
+        return self.tokenizer.encode_segments(segments), self._habits.format_of(call.tools, segments)
+
+    def _grammar(self, call: Call, form: ReplyFormat | None) -> Grammar | None:
+        """What binds the answer: its form, calls, or both. Checked here, so that a bad one costs no prefill."""
+        if call.sampling.grammar is None and not call.tools:
+            return None
+        from flowinfer.engine.grammar.guidance import check
+        from flowinfer.engine.grammar.reply import Wanted, answer_grammar
+
+        wanted = Wanted(call.sampling.grammar, call.tools or (), call.tool_choice)
+        if wanted.grammar is not None:
+            check(wanted.grammar)
+        grammar = answer_grammar(form, wanted, self.tokenizer.marked)
+        if grammar is not None:
+            check(grammar)
+            policy.check_ends(call.sampling, grammar)
+        return grammar
 
     def segments(self, call: Call) -> list[Segment]:
         """A chat in the model's format. Raises RequestError."""

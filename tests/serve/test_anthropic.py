@@ -14,7 +14,7 @@ import anthropic
 import httpx
 import pytest
 
-from flowinfer.message import Call, Cancel, Failure, Finish, Opened, Piece
+from flowinfer.message import Call, Cancel, Failure, Finish, Opened, Piece, ToolChoice
 from flowinfer.text.tokenizer import load_tokenizer
 
 ASK: dict[str, Any] = {"model": "tiny", "max_tokens": 50, "messages": [{"role": "user", "content": "a"}]}
@@ -247,6 +247,25 @@ def test_one_call_at_a_time_where_asked(start: Any, play: Any) -> None:
     assert [block.type for block in answer.content] == ["thinking", "text", "tool_use"]
 
 
+@pytest.mark.parametrize(
+    ("choice", "wanted"),
+    [
+        ({"type": "auto"}, ToolChoice()),
+        ({"type": "any"}, ToolChoice(required=True)),
+        ({"type": "tool", "name": "f", "disable_parallel_tool_use": True},
+         ToolChoice(required=True, names=("f",), parallel=False)),
+    ],
+)  # fmt: skip
+def test_a_tool_choice_reaches_the_pipeline(start: Any, choice: Any, wanted: ToolChoice) -> None:
+    def tell(call: Call) -> Any:
+        told = (call.tool_choice == wanted, [tool["function"].get("strict") for tool in call.tools or ()])
+        yield Piece(id=call.id, text=str(told), finish=Finish(reason="stop"))
+
+    tools = [*TOOLS, {"name": "g", "input_schema": {"type": "object"}, "strict": True}]
+    answer = client_of(started(start, tell)).messages.create(**ASK, tools=tools, tool_choice=choice)
+    assert text_of(answer) == "(True, [None, True])"
+
+
 def test_turns_of_a_user_that_follow_each_other_are_one(start: Any) -> None:
     def echo(call: Call) -> Any:
         yield Piece(id=call.id, text=str(call.messages), finish=Finish(reason="stop"))
@@ -272,7 +291,9 @@ IMAGE = {"type": "image", "source": {"type": "url", "url": "http://x"}}
         ({"temperature": 1.5}, "temperature"),
         ({"stop_sequences": [""]}, "stop_sequences"),
         ({"thinking": {"type": "often"}}, "thinking.type"),
-        ({"tools": TOOLS, "tool_choice": {"type": "any"}}, "tool_choice"),
+        ({"tool_choice": {"type": "any"}}, "tool_choice"),
+        ({"tools": TOOLS, "tool_choice": {"type": "some"}}, "tool_choice.type"),
+        ({"tools": TOOLS, "tool_choice": {"type": "tool", "name": "nobody"}}, "tool_choice"),
         ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0].type"),
         ({"tools": [{"name": "f"}]}, "tools[0].input_schema"),
         ({"container": "x"}, "container"),

@@ -7,6 +7,7 @@ import json
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -14,6 +15,7 @@ from openai.resources.chat.completions import Completions as ChatResource
 from openai.resources.completions import Completions as CompletionResource
 
 from flowinfer.errors import RequestError
+from flowinfer.message import ToolChoice
 from flowinfer.serve.openai.chat import ChatRequest, chat_job
 from flowinfer.serve.openai.completions import CompletionRequest, completion_job
 from flowinfer.serve.openai.decode import decode
@@ -108,7 +110,6 @@ def test_a_wrong_value_is_refused_with_the_name_of_its_field(field: str, value: 
     ("field", "value"),
     [
         ("tools", [{"type": "function", "function": {"name": "f"}}]),
-        ("tool_choice", "required"),
         ("functions", [{"name": "f"}]),
         ("function_call", "auto"),
         ("modalities", ["audio"]),
@@ -285,6 +286,28 @@ def test_a_pipeline_with_tools_gets_them() -> None:
     assert chat(limits, tools=tools, tool_choice="none").calls[0].tools is None
 
 
+NAMED = {"type": "function", "function": {"name": "f"}}
+
+
+@pytest.mark.parametrize(
+    ("choice", "wanted"),
+    [
+        (None, ToolChoice()),
+        ("auto", ToolChoice()),
+        ("required", ToolChoice(required=True)),
+        (NAMED, ToolChoice(required=True, names=("f",))),
+        ({"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [NAMED]}}, ToolChoice(names=("f",))),
+    ],
+)
+def test_a_tool_choice_reaches_the_pipeline(choice: Any, wanted: ToolChoice) -> None:
+    limits = Limits(models=("tiny",), max_requests=64, default_max_tokens=1000, tools=True)
+    tools = [NAMED, {"type": "function", "function": {"name": "g", "strict": True}}]
+    (call,) = chat(limits, tools=tools, tool_choice=choice).calls
+    assert (call.tool_choice, call.tools) == (wanted, tools)
+    (call,) = chat(limits, tools=tools, tool_choice=choice, parallel_tool_calls=False).calls
+    assert call.tool_choice == msgspec.structs.replace(wanted, parallel=False)
+
+
 def test_effort_reaches_the_template() -> None:
     assert chat(reasoning_effort="high").calls[0].template_args == {"reasoning_effort": "high"}
     own = chat(reasoning_effort="high", chat_template_kwargs={"enable_thinking": False}).calls[0].template_args
@@ -298,13 +321,16 @@ CALL = {"id": "a", "type": "function", "function": {"name": "f", "arguments": "{
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"tools": [TOOL], "tool_choice": "required"}, "tool_choice"),
-        ({"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice"),
         ({"tool_choice": "auto"}, "tool_choice"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tools": [TOOL], "tool_choice": "always"}, "tool_choice"),
+        ({"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "g"}}}, "tool_choice"),
+        ({"tools": [TOOL], "tool_choice": {"type": "function", "name": "f"}}, "tool_choice"),
+        ({"tools": [TOOL], "tool_choice": {"type": "allowed_tools"}}, "tool_choice.allowed_tools"),
         ({"tools": [{"type": "custom", "custom": {"name": "f"}}]}, "tools[0].type"),
         ({"tools": [TOOL, {"type": "function", "function": {"name": ""}}]}, "tools[1].function"),
         ({"tools": [{"type": "function", "function": {"name": "f", "x": 1}}]}, "tools[0].function.x"),
-        ({"tools": [{"type": "function", "function": {"name": "f", "strict": True}}]}, "tools[0].function.strict"),
+        ({"tools": [{"type": "function", "function": {"name": "f", "strict": "yes"}}]}, "tools[0].function.strict"),
         ({"messages": [*USER, {"role": "tool", "content": "x"}]}, "messages[1].tool_call_id"),
         ({"messages": [{"role": "assistant", "tool_calls": [{**CALL, "id": 3}]}]}, "messages[0].tool_calls[0].id"),
         ({"messages": [{"role": "assistant", "tool_calls": [{"id": "a", "function": {}}]}]},

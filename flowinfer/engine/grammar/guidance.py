@@ -7,20 +7,22 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Collection, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import msgspec
 import numpy as np
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper, grammar_from
 
 from flowinfer.engine.grammar.base import Bits, grammar_error
+from flowinfer.engine.grammar.lark import JSON_SPACE
+from flowinfer.errors import RequestError
 from flowinfer.message import Grammar
 from flowinfer.text.tokenizer import TextTokenizer
 
 if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
 
-# Unbounded white space between JSON tokens lets a small model indent until its tokens run out.
-_JSON_DEFAULTS: JsonCompileOptions = {"whitespace_pattern": r"[ \n]{0,20}"}
+_JSON_DEFAULTS: JsonCompileOptions = {"whitespace_pattern": JSON_SPACE}
 
 
 class GuidanceEngine:
@@ -115,9 +117,20 @@ def check(grammar: Grammar) -> None:
         raise grammar_error(grammar, messages[0])
 
 
+def accepts(schema: Any) -> bool:
+    """Whether a JSON Schema can be followed."""
+    try:
+        check(Grammar("json", json.dumps(schema)))
+    except RequestError:
+        return False
+    return True
+
+
 def _source(grammar: Grammar) -> str:
     """The grammar in llguidance's own form. Raises RequestError."""
     try:
+        if grammar.kind == "nested":
+            return _nested(grammar)
         if grammar.kind == "json":
             return LLMatcher.grammar_from_json_schema(grammar.text, defaults=_JSON_DEFAULTS)
         if grammar.kind == "regex":
@@ -127,6 +140,13 @@ def _source(grammar: Grammar) -> str:
         return grammar_from("grammar", grammar.text)
     except ValueError as error:
         raise grammar_error(grammar, str(error)) from None
+
+
+def _nested(grammar: Grammar) -> str:
+    outer, kind, text = json.loads(grammar.text)
+    body = _source(msgspec.structs.replace(grammar, kind=kind, text=text))
+    inner = json.loads(body)["grammars"][0] if body.startswith("{") else {"lark_grammar": body}
+    return json.dumps({"grammars": [{"lark_grammar": outer}, {**inner, "name": "body"}]})
 
 
 class _Table:

@@ -18,9 +18,16 @@ class Constraint:
     whatever min_tokens says.
     """
 
-    def __init__(self, matcher: Matcher, ends: Collection[int], output: Ids, after: int | None = None) -> None:
-        """after: the token behind which the grammar begins."""
-        self._matcher: Matcher = matcher if after is None else AfterToken(matcher, after, ends)
+    def __init__(
+        self,
+        matcher: Matcher,
+        ends: Collection[int],
+        output: Ids,
+        after: int | None = None,
+        opens: int | None = None,
+    ) -> None:
+        """after, opens: the token behind which the grammar begins, and the one that leads to it, as in Grammar."""
+        self._matcher: Matcher = matcher if after is None else AfterToken(matcher, after, ends, opens)
         self._ends = frozenset(ends)
         self._not_ends: Bits | None = None
         self._broken = ""

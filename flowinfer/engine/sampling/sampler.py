@@ -71,8 +71,9 @@ class Sampler:
         if sampling.grammar is not None:
             assert self._grammars is not None, "moe-decode gives the batch its grammars"
             ends = (*self.eos_token_ids, *sampling.stop_token_ids)
-            matcher, output = self._grammars.start(sampling.grammar), tokens[num_prompt:]
-            self._constraints[slot] = Constraint(matcher, ends, output, sampling.grammar.after)
+            grammar, output = sampling.grammar, tokens[num_prompt:]
+            matcher = self._grammars.start(grammar)
+            self._constraints[slot] = Constraint(matcher, ends, output, grammar.after, grammar.opens)
         edited = slot in self._histories or slot in self._constraints
         if edited or sampling.logit_bias or sampling.min_tokens > 0:
             self._sampling[slot] = sampling

@@ -6,11 +6,12 @@ from typing import Any
 
 import msgspec
 
-from flowinfer.message import Call, Sampling
+from flowinfer.message import Call, Sampling, ToolChoice
 from flowinfer.serve.anthropic.blocks import Block, Content, messages_of, system_text
 from flowinfer.serve.anthropic.writer import MessageWriter
 from flowinfer.serve.openai.fields import MAX_STOP, MAX_TOKEN_ID, check_model, in_range, invalid, refuse, unsupported
 from flowinfer.serve.openai.job import Job, Limits, draw_seed
+from flowinfer.serve.openai.tools import choice_of
 
 
 class Turn(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
@@ -87,6 +88,7 @@ def message_job(request: MessageRequest, id: str, limits: Limits) -> Job:
         sampling=_sampling(request),
         messages=rendered.messages,
         tools=rendered.tools,
+        tool_choice=_tool_choice(request, rendered.tools),
         cache_class="agent" if request.tools else "chat",
         template_args=rendered.template_args,
     )
@@ -147,10 +149,22 @@ def _thinks(request: Conversation) -> bool:
 
 def _tools(request: Conversation) -> list[dict[str, Any]] | None:
     choice = (request.tool_choice or {"type": "auto"}).get("type")
-    if choice not in ("auto", "none"):
-        raise unsupported("tool_choice.type", "other than 'auto' and 'none' is not supported by this pipeline")
+    if choice not in ("auto", "none", "any", "tool"):
+        raise invalid("tool_choice.type", f"must be auto, any, tool or none, not {str(choice)[:40]!r}.")
     tools = [_tool(tool, f"tools[{place}]") for place, tool in enumerate(request.tools or ())]
-    return tools or None if choice == "auto" else None
+    if not tools and choice in ("any", "tool"):
+        raise invalid("tool_choice", "is only allowed with tools.")
+    return tools or None if choice != "none" else None
+
+
+def _tool_choice(request: MessageRequest, tools: list[dict[str, Any]] | None) -> ToolChoice:
+    """What tool_choice says, told as OpenAI's API has it. Raises RequestError naming the field at fault."""
+    given = request.tool_choice or {"type": "auto"}
+    kind = given["type"]
+    choice: Any = "required" if kind == "any" else kind
+    if kind == "tool":
+        choice = {"type": "function", "function": {"name": given.get("name")}}
+    return choice_of(tools, choice, not given.get("disable_parallel_tool_use"))
 
 
 def _tool(tool: Block, where: str) -> dict[str, Any]:
@@ -160,9 +174,10 @@ def _tool(tool: Block, where: str) -> dict[str, Any]:
         raise invalid(f"{where}.name", "must be a name.")
     if not isinstance(tool.get("input_schema"), dict):
         raise invalid(f"{where}.input_schema", "must be a JSON Schema, which is an object.")
-    if tool.get("strict"):
-        raise unsupported(f"{where}.strict", "is not supported: arguments aren't bound to the schema")
+    if not isinstance(tool.get("strict"), bool | None):
+        raise invalid(f"{where}.strict", "must be true or false.")
     function = {"name": tool["name"], "parameters": tool["input_schema"]}
+    function |= {"strict": True} if tool.get("strict") else {}
     if isinstance(tool.get("description"), str):
         function["description"] = tool["description"]
     return {"type": "function", "function": function}

@@ -25,7 +25,7 @@ from flowinfer.serve.openai.grammar import grammar_of
 from flowinfer.serve.openai.job import Job, Limits, seed_of_choice
 from flowinfer.serve.openai.messages import ChatMessage, plain_messages
 from flowinfer.serve.openai.stream import StreamShape
-from flowinfer.serve.openai.tools import offered
+from flowinfer.serve.openai.tools import choice_of, offered
 
 _OWN_ARGS = {"messages", "tools", "add_generation_prompt"}  # of the template, set by the service
 
@@ -93,6 +93,7 @@ def chat_job(request: ChatRequest, id: str, limits: Limits) -> Job:
         sampling=sampling,
         messages=messages,
         tools=tools,
+        tool_choice=choice_of(tools, request.tool_choice, request.parallel_tool_calls),
         cache_salt=request.cache_salt or "",
         cache_class=request.cache_class or ("agent" if request.tools else "chat"),
         template_args=_template_args(request),

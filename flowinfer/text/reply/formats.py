@@ -51,6 +51,23 @@ class Tagged:
 
 
 @dataclass(frozen=True)
+class Written:
+    """How a model writes its calls, for grammars: before, call, between, call, …, after.
+
+    A call is head with {name}, its arguments as JSON, and tail. Where text and other: head, one of the two around each
+    parameter (with {key}), and tail: text for a value that stands there as it is, other for one that is JSON.
+    """
+
+    head: str
+    tail: str
+    before: str = ""
+    between: str = ""
+    after: str = ""
+    text: tuple[str, str] | None = None
+    other: tuple[str, str] | None = None
+
+
+@dataclass(frozen=True)
 class ToolFormat:
     """A format of tool calls. signs: a chat template that holds all of one group writes this format.
 
@@ -60,6 +77,7 @@ class ToolFormat:
     signs: tuple[tuple[str, ...], ...]
     open: str
     syntax: JsonObjects | NamedJson | Tagged
+    written: Written
     wrappers: tuple[str, ...] = ()
     at_start: bool = False  # `open` counts only where the answer begins, as it may occur in any text
 
@@ -82,6 +100,7 @@ class ToolFormat:
 
 
 _D = "｜DSML｜"
+_OBJECT = '{"name": "{name}", "arguments": '
 
 
 def _dsml(calls: str, tag: str) -> ToolFormat:
@@ -98,6 +117,14 @@ def _dsml(calls: str, tag: str) -> ToolFormat:
             close=f"</{_D}{tag}invoke>",
             attributes=True,
         ),
+        written=Written(
+            before=f"<{_D}{calls}>\n",
+            head=f'<{_D}{tag}invoke name="{{name}}">\n',
+            text=(f'<{_D}{tag}parameter name="{{key}}" string="true">', f"</{_D}{tag}parameter>\n"),
+            other=(f'<{_D}{tag}parameter name="{{key}}" string="false">', f"</{_D}{tag}parameter>\n"),
+            tail=f"</{_D}{tag}invoke>\n",
+            after=f"</{_D}{calls}>",
+        ),
     )
 
 
@@ -110,12 +137,26 @@ TOOL_FORMATS: dict[str, ToolFormat] = {
         wrappers=("<｜tool▁calls▁begin｜>",),
         open="<｜tool▁call▁begin｜>function<｜tool▁sep｜>",
         syntax=NamedJson(name_end="\n```json\n"),
+        written=Written(
+            before="<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>",
+            head="{name}\n```json\n",
+            tail="\n```<｜tool▁call▁end｜>",
+            between="\n<｜tool▁call▁begin｜>function<｜tool▁sep｜>",
+            after="<｜tool▁calls▁end｜>",
+        ),
     ),
     "deepseek-v3.1": ToolFormat(
         signs=(("<｜tool▁sep｜>",),),
         wrappers=("<｜tool▁calls▁begin｜>",),
         open="<｜tool▁call▁begin｜>",
         syntax=NamedJson(name_end="<｜tool▁sep｜>"),
+        written=Written(
+            before="<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>",
+            head="{name}<｜tool▁sep｜>",
+            tail="<｜tool▁call▁end｜>",
+            between="<｜tool▁call▁begin｜>",
+            after="<｜tool▁calls▁end｜>",
+        ),
     ),
     "glm": ToolFormat(
         signs=(("<arg_key>",),),
@@ -127,6 +168,15 @@ TOOL_FORMATS: dict[str, ToolFormat] = {
             value_open="<arg_value>",
             value_close=("</arg_value>",),
             close="</tool_call>",
+        ),
+        written=Written(
+            before="<tool_call>",
+            head="{name}\n",
+            text=("<arg_key>{key}</arg_key>\n<arg_value>", "</arg_value>\n"),
+            other=("<arg_key>{key}</arg_key>\n<arg_value>", "</arg_value>\n"),
+            tail="",
+            between="</tool_call>\n<tool_call>",
+            after="</tool_call>",
         ),
     ),
     "qwen3-coder": ToolFormat(
@@ -142,17 +192,46 @@ TOOL_FORMATS: dict[str, ToolFormat] = {
             close="</function>",
             trim="\n",
         ),
+        written=Written(
+            before="<tool_call>\n",
+            head="<function={name}>\n",
+            text=("<parameter={key}>\n", "\n</parameter>\n"),
+            other=("<parameter={key}>\n", "\n</parameter>\n"),
+            tail="</function>",
+            between="\n</tool_call>\n<tool_call>\n",
+            after="\n</tool_call>",
+        ),
     ),
     "mistral-args": ToolFormat(
-        signs=(("[TOOL_CALLS]", "[ARGS]"),), open="[TOOL_CALLS]", syntax=NamedJson(name_end="[ARGS]")
+        signs=(("[TOOL_CALLS]", "[ARGS]"),),
+        open="[TOOL_CALLS]",
+        syntax=NamedJson(name_end="[ARGS]"),
+        written=Written(before="[TOOL_CALLS]", head="{name}[ARGS]", tail="", between="[TOOL_CALLS]"),
     ),
-    "mistral": ToolFormat(signs=(("[TOOL_CALLS]",),), open="[TOOL_CALLS]", syntax=JsonObjects(again="{")),
-    "hermes": ToolFormat(signs=(("<tool_call>",),), open="<tool_call>", syntax=JsonObjects(again="<tool_call>")),
+    "mistral": ToolFormat(
+        signs=(("[TOOL_CALLS]",),),
+        open="[TOOL_CALLS]",
+        syntax=JsonObjects(again="{"),
+        written=Written(before="[TOOL_CALLS] [", head=_OBJECT, tail="}", between=", ", after="]"),
+    ),
+    "hermes": ToolFormat(
+        signs=(("<tool_call>",),),
+        open="<tool_call>",
+        syntax=JsonObjects(again="<tool_call>"),
+        written=Written(
+            before="<tool_call>\n",
+            head=_OBJECT,
+            tail="}",
+            between="\n</tool_call>\n<tool_call>\n",
+            after="\n</tool_call>",
+        ),
+    ),
     "llama3-json": ToolFormat(
         signs=(("<|python_tag|>",), ("<|start_header_id|>", '"parameters"'), ("<|start_header_id|>", "tool_calls")),
         wrappers=("<|python_tag|>",),
         open="{",
         syntax=JsonObjects(again="{"),
+        written=Written(head='{"name": "{name}", "parameters": ', tail="}", between="; "),
         at_start=True,
     ),
 }
