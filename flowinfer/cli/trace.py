@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 import urllib.error
 import urllib.request
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 WIDTH = 40
+KEY_VARIABLE = "FLOWINFER_API_KEY"  # of a client, for a service with keys
 TIMEOUT_S = 600.0
 SETTLE_S = 0.2  # the last piece reaches the client a little before the steps around it are over
 
@@ -45,7 +47,8 @@ class Bar:
 def trace(id: str | None, ask: str | None, url: str, as_json: bool) -> None:
     """Show where a request spent its time, stage by stage. ID is that of the response, as in chatcmpl-….
 
-    Tracing is off until it's first asked for: the first call turns it on, later requests are in it.
+    Tracing is off until it's first asked for: the first call turns it on, later requests are in it. A service with keys
+    wants one in the environment variable FLOWINFER_API_KEY.
     """
     from rich.console import Console
 
@@ -116,7 +119,10 @@ def _ask(where: str, text: str) -> str:
 
 def _fetch(url: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
     data = None if body is None else json.dumps(body).encode()
-    request = urllib.request.Request(url, data, {"content-type": "application/json"})
+    headers = {"content-type": "application/json"}
+    if key := os.environ.get(KEY_VARIABLE):
+        headers["authorization"] = f"Bearer {key}"
+    request = urllib.request.Request(url, data, headers)
     try:
         with urllib.request.urlopen(request, timeout=TIMEOUT_S) as response:
             answer: dict[str, Any] = json.load(response)

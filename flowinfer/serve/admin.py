@@ -1,4 +1,4 @@
-"""What operators ask a running service, under /admin/: from this host only, and never through a proxy."""
+"""What operators ask a service, under /admin/: from this host, through no proxy, and with a key if there are any."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from flowinfer.errors import RequestError
 from flowinfer.message import TraceTold
+from flowinfer.serve.access import Access
 from flowinfer.serve.asgi import JSON, Receive, Scope, Send, header, respond, respond_error
 from flowinfer.serve.openai.encode import encode
 
@@ -22,9 +23,12 @@ TRACE = "/admin/trace/"
 class Admin:
     """Answers /admin/ and hands everything else to the app behind it."""
 
-    def __init__(self, app: Callable[[Scope, Receive, Send], Awaitable[None]], gateway: Gateway) -> None:
+    def __init__(
+        self, app: Callable[[Scope, Receive, Send], Awaitable[None]], gateway: Gateway, access: Access
+    ) -> None:
         self._app = app
         self._gateway = gateway
+        self._access = access
 
     def __call__(self, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
         if scope["type"] == "http" and scope["path"].startswith(PREFIX):
@@ -34,6 +38,7 @@ class Admin:
     async def _answer(self, scope: Scope, send: Send) -> None:
         try:
             _check_local(scope)
+            self._access.client(header(scope, b"authorization"), header(scope, b"x-api-key"))
             if not scope["path"].startswith(TRACE) or scope["method"] != "GET":
                 raise RequestError(404, f"Unknown path {scope['path']}.", code="unknown_url")
             await respond(send, 200, encode(await self._trace(scope["path"].removeprefix(TRACE))), (JSON,))

@@ -59,7 +59,7 @@ class App:
         config = gateway.config
         self._limits = Limits(config.models, config.max_requests, config.default_max_tokens, config.tools)
         limits = {"requests": config.key_requests, "per_minute": config.key_rate}
-        self._access = Access.of(config.keys, os.environ.get(KEYS_VARIABLE, ""), **limits)
+        self.access = Access.of(config.keys, os.environ.get(KEYS_VARIABLE, ""), **limits)
         self._tokens = Tokens(lambda: load_for(config.models, config.template))
         self._started = int(time.time())
         self._router = Router(self._routes(), redirect_slashes=False, default=_unknown_path)
@@ -89,24 +89,24 @@ class App:
                 await respond_error(counted, broken, headers, anthropic=is_anthropic)
             raise
         finally:
-            self._access.leave(client)
+            self.access.leave(client)
             _log.labels(path=_path_label(scope), status=counted.status).inc()
 
     def _enter(self, scope: Scope) -> str:
         """The client behind a request, counted in if it asks for work. Raises RequestError 401, 429."""
-        if scope["path"] in _OPEN_PATHS or not self._access.guarded:
+        if scope["path"] in _OPEN_PATHS or not self.access.guarded:
             return ""
-        client = self._access.client(header(scope, b"authorization"), header(scope, b"x-api-key"))
+        client = self.access.client(header(scope, b"authorization"), header(scope, b"x-api-key"))
         _client.set(client)  # each request runs in a task of its own
         if scope["method"] != "POST":
             return ""
-        self._access.enter(client, time.monotonic())
+        self.access.enter(client, time.monotonic())
         return client
 
     @property
     def guarded(self) -> bool:
         """Whether requests need a key."""
-        return self._access.guarded
+        return self.access.guarded
 
     @property
     def routes(self) -> list[Route]:

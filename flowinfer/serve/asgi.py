@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 from collections.abc import Awaitable, Callable, Iterable, MutableMapping
 from typing import Any
@@ -24,6 +25,7 @@ SSE: Headers = [
     (b"x-accel-buffering", b"no"),  # proxies that buffer would hold tokens back
 ]
 BODY_TIMEOUT_S = 60.0
+MAX_DISCARDED = 256 * 2**20  # bytes of a refused body that are read all the same
 _TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
 
 
@@ -48,6 +50,7 @@ async def read_body(scope: Scope, receive: Receive, limit: int) -> bytes:
 async def _read(scope: Scope, receive: Receive, limit: int) -> bytes:
     declared = header(scope, b"content-length")
     if declared.isdigit() and int(declared) > limit:
+        await discard(receive, int(declared))
         raise _too_large(limit)
     parts, size, more = [], 0, True
     while more:
@@ -58,8 +61,27 @@ async def _read(scope: Scope, receive: Receive, limit: int) -> bytes:
         size += len(parts[-1])
         more = message.get("more_body", False)
         if size > limit:
+            if more:
+                await discard(receive)
             raise _too_large(limit)
     return b"".join(parts)
+
+
+async def discard(receive: Receive, declared: int = 0) -> None:
+    """Reads what is left of a body that is refused: who still sends it would read no answer. Raises Disconnected.
+
+    Gives up, and lets the connection break, beyond MAX_DISCARDED bytes or BODY_TIMEOUT_S.
+    """
+    size = declared
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(BODY_TIMEOUT_S):
+            while size <= MAX_DISCARDED:
+                message = await receive()
+                if message["type"] == "http.disconnect":
+                    raise Disconnected
+                if not message.get("more_body", False):
+                    return
+                size += 0 if declared else len(message.get("body", b""))
 
 
 async def disconnection(receive: Receive) -> None:

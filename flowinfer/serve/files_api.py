@@ -13,7 +13,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.routing import BaseRoute, Route
 
 from flowinfer.errors import RequestError
-from flowinfer.serve.asgi import Disconnected, Headers, Receive, Scope, Send, header, read_body, respond
+from flowinfer.serve.asgi import Disconnected, Headers, Receive, Scope, Send, discard, header, read_body, respond
 from flowinfer.serve.batches import Batches, Run
 from flowinfer.serve.files import FileStore
 from flowinfer.serve.openai.decode import decode
@@ -62,6 +62,7 @@ class FilesApi:
     async def upload(self, scope: Scope, receive: Receive, send: Send, headers: Headers) -> None:
         declared = header(scope, b"content-length")
         if not declared.isdigit() or int(declared) > MAX_UPLOAD:
+            await discard(receive, int(declared) if declared.isdigit() else 0)
             raise RequestError(413, f"An upload says its length, up to {MAX_UPLOAD} bytes.", code="request_too_large")
         try:
             async with Request(scope, receive).form(max_files=1, max_fields=8) as form:

@@ -19,6 +19,7 @@ from flowinfer.message import Piece
 from flowinfer.serve.admin import Admin
 from flowinfer.serve.app import App
 from flowinfer.serve.mailbox import Mailbox
+from flowinfer.serve.wire import Wire
 
 if TYPE_CHECKING:
     from flowinfer.serve.gateway import Gateway
@@ -106,11 +107,11 @@ class _Uvicorn(uvicorn.Server):
 def _config(app: App, gateway: Gateway) -> uvicorn.Config:
     settings = gateway.config
     return uvicorn.Config(
-        Admin(_with_cors(app, settings.cors) if settings.cors else app, gateway),
+        Admin(_with_cors(app, settings.cors) if settings.cors else app, gateway, app.access),
         interface="asgi3",
         ssl_certfile=settings.tls_cert or None,
         ssl_keyfile=settings.tls_key or None,
-        http="httptools",
+        http=Wire,
         ws="none",
         lifespan="off",
         log_config=None,

@@ -8,6 +8,7 @@ from typing import Any
 import httpx
 
 from flowinfer.message import TraceAsk, TracedStep, TraceTold
+from flowinfer.serve.access import digest_of
 
 
 def test_a_trace_gathers_what_the_workers_tell(service: Any) -> None:
@@ -28,6 +29,12 @@ def test_a_trace_gathers_what_the_workers_tell(service: Any) -> None:
 def test_a_request_that_came_through_a_proxy_is_refused(service: Any) -> None:
     response = httpx.get(service.url + "/admin/trace/r1", headers={"x-forwarded-for": "10.0.0.1"})
     assert (response.status_code, response.json()["error"]["code"]) == (403, "not_local")
+
+
+def test_where_there_are_keys_an_operator_needs_one_too(start: Any) -> None:
+    service = start(keys={"ann": digest_of("secret")})
+    asked = [httpx.get(f"{service.url}/admin/nothing", headers=headers) for headers in ({}, {"x-api-key": "secret"})]
+    assert [response.status_code for response in asked] == [401, 404]
 
 
 def test_unknown_paths(service: Any) -> None:

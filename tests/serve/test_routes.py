@@ -7,6 +7,7 @@ import socket
 from typing import Any
 
 import httpx
+import openai
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -62,6 +63,9 @@ def test_a_body_that_is_no_json_is_400(service: Any) -> None:
 
 def test_a_body_too_large_is_413_whether_declared_or_not(start: Any) -> None:
     service = start(max_body="1KiB")
+    with pytest.raises(openai.APIStatusError) as caught:  # larger than what sockets take in: all of it is read
+        service.client().chat.completions.create(model="tiny", messages=[{"role": "user", "content": "x" * 20_000_000}])
+    assert (caught.value.status_code, caught.value.code) == (413, "request_too_large")
     big = b"x" * 100_000
     assert error_of(httpx.post(service.url + CHAT, content=big), 413)["code"] == "request_too_large"
     chunked = (big[i : i + 500] for i in range(0, 5_000, 500))
