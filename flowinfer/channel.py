@@ -83,6 +83,7 @@ class Channel:
         self._authenticator = self._start_authenticator()
         self._control = self._socket(zmq.PULL)
         self._data = self._socket(zmq.PULL)
+        self.endpoints = Endpoints("", "")  # where it listens
         self._wake_read, self._wake_write = os.pipe()
         os.set_blocking(self._wake_read, False)
         os.set_blocking(self._wake_write, False)
@@ -99,6 +100,10 @@ class Channel:
         if self.keys is None and not (host.startswith("127.") or host in ("localhost", "::1")):
             raise TransportError(f"{host} is open to the network.", help="Set network.curve keys, or bind 127.0.0.1.")
         return self._bind(f"tcp://{host}:*", f"tcp://{host}:*")
+
+    def bind_at(self, endpoints: Endpoints) -> Endpoints:
+        """Listens where another mailbox did, whose process has died: its peers find this one there."""
+        return self._bind(endpoints.data, endpoints.control)
 
     def connect(self, peer: str, generation: int, endpoints: Endpoints) -> None:
         """Opens the way to a peer; an older generation of it is dropped."""
@@ -249,7 +254,8 @@ class Channel:
         return socket
 
     def _bind(self, data: str, control: str) -> Endpoints:
-        return Endpoints(self._bind_one(self._data, data), self._bind_one(self._control, control))
+        self.endpoints = Endpoints(self._bind_one(self._data, data), self._bind_one(self._control, control))
+        return self.endpoints
 
     def _bind_one(self, socket: zmq.Socket[bytes], endpoint: str) -> str:
         path = endpoint.removeprefix("ipc://")

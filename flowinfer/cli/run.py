@@ -6,12 +6,15 @@ import http.client
 import json
 import sys
 import threading
+from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 import click
-from rich.console import Console
 
 from flowinfer.errors import FlowInferError
+
+if TYPE_CHECKING:
+    from flowinfer.runtime.kept import Kept
 
 ASK_TIMEOUT_S = 600.0
 
@@ -27,21 +30,53 @@ def run(
     file: str, overlays: tuple[str, ...], sets: tuple[str, ...], ask: str | None, allow_local: bool, watching: bool
 ) -> None:
     """Start the service that FILE describes. Ctrl-C drains it, a second Ctrl-C stops it at once."""
-    from flowinfer.cli.rewire import source_of
+    from flowinfer.cli import print_error
+    from flowinfer.runtime.keeper import keep
+
+    def serve(keeper: Kept | None) -> int:
+        try:
+            return _serve(keeper, file, overlays, sets, ask, allow_local=allow_local, watching=watching)
+        except FlowInferError as error:
+            print_error(error)
+        except OSError as error:
+            print_error(FlowInferError(f"{error.strerror}{f': {error.filename}' if error.filename else ''}"))
+        return 1
+
+    sys.exit(keep(serve))
+
+
+def _serve(
+    keeper: Kept | None,
+    file: str,
+    overlays: tuple[str, ...],
+    sets: tuple[str, ...],
+    ask: str | None,
+    *,
+    allow_local: bool,
+    watching: bool,
+) -> int:
+    """The supervisor's process: starts the service, or takes over what a dead supervisor left. Gives the exit code."""
+    from rich.console import Console
+
+    from flowinfer.cli.rewire import load_source, source_of
     from flowinfer.cli.watch import watch
-    from flowinfer.graph import load_plan
     from flowinfer.runtime.models import fetch_models
+    from flowinfer.runtime.state import left_to
     from flowinfer.runtime.supervisor import StartError, Supervisor
 
     console = Console(stderr=True)
-    plan = load_plan(file, overlays, sets, allow_local)
-    fetch_models(plan)
-    source = source_of(file, overlays, sets, allow_local)
+    left = left_to(keeper)
+    source = left.source if left else source_of(file, overlays, sets, allow_local)
+    plan = left.plan if left else load_source(source)
+    if left is None:
+        fetch_models(plan)
 
     def ready(address: str) -> None:
-        click.echo(f"{plan.name} is ready at {address}" if address else f"{plan.name} is ready")
         if watching:
             watch(source)
+        if left is not None:
+            return
+        click.echo(f"{plan.name} is ready at {address}" if address else f"{plan.name} is ready")
         if ask is not None:
             # In a thread: the supervisor's loop has to go on meanwhile.
             threading.Thread(target=_ask, args=(address, ask), daemon=True, name="ask").start()
@@ -49,7 +84,7 @@ def run(
     def say(line: str) -> None:
         console.print(line, highlight=False, markup=False)
 
-    supervisor = Supervisor(plan, say=say, ready=ready, source=source)
+    supervisor = Supervisor(plan, say=say, ready=ready, source=source, keeper=keeper, left=left)
     try:
         supervisor.run()
     except StartError as error:
@@ -58,7 +93,8 @@ def run(
             console.print(error.help, markup=False)
         if error.trace:
             console.print(error.trace, style="dim", markup=False, highlight=False)
-        sys.exit(1)
+        return 1
+    return 0
 
 
 def _ask(address: str, text: str) -> None:

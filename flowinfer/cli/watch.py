@@ -54,7 +54,7 @@ def _offer(source: Source) -> None:
     from flowinfer.runtime.rewire.control import running
     from flowinfer.runtime.rewire.protocol import Request
 
-    folder = next(folder for service, folder in running() if service.pid == os.getpid())
+    folder = next(folder for service, folder in running() if service.controller == os.getpid())
     source = ask_service(folder, Request(do="status")).source or source  # with what was set since
     plan = load_source(source)
     reply = ask_service(folder, Request(do="plan", plan=plan))

@@ -114,6 +114,11 @@ def give_spare_back(ranges: Ranges, instance: str) -> None:
     ranges.spares += ranges.pop(instance, ())
 
 
+def arena_fds(ranges: Ranges) -> set[int]:
+    """The files behind these ranges."""
+    return {arena.fd for own in (*ranges.values(), ranges.spares) for arena in own}
+
+
 def anonymous_file(size: int) -> int:
     """A file without a name that ends with its last user: a memfd, or an unlinked temporary file."""
     if hasattr(os, "memfd_create"):

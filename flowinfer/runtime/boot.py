@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import msgspec
 
 from flowinfer.engine.layout import KVLayout
@@ -31,7 +33,6 @@ class Boot(msgspec.Struct, frozen=True, kw_only=True):
     supervisor_data: str
     supervisor_control: str
     life_fd: int
-    report_fd: int
     threads: int = 1
     device: str = "cpu"
     engine_index: int = 0  # of the instances that run models, which `auto` spreads over the GPUs
@@ -46,7 +47,7 @@ class Boot(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):
-    """A line on the report pipe: the stage that is being opened, or why the worker gave up.
+    """A line in a worker's report: the stage that is being opened, or why the worker gave up.
 
     error: one line for people; trace: for the log, "" when the error was raised on purpose.
     """
@@ -55,3 +56,8 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     error: str = ""
     help: str = ""
     trace: str = ""
+
+
+def report_path(run_dir: str | Path, instance: str, generation: int) -> Path:
+    """The file in which a worker reports. A file, not a pipe: it outlives a supervisor that dies."""
+    return Path(run_dir) / f"{instance}.{generation}.report"

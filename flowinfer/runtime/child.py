@@ -9,12 +9,16 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Literal
 
 import msgspec
 
 from flowinfer.channel import Endpoints
-from flowinfer.runtime.boot import Boot, Report
+from flowinfer.runtime.adopted import UNKNOWN, Adopted
+from flowinfer.runtime.boot import Boot, Report, report_path
+from flowinfer.runtime.run_dir import start_time
+from flowinfer.runtime.state import Known
 
 FIRST_BACKOFF_S = 0.1
 LAST_BACKOFF_S = 30.0
@@ -47,37 +51,56 @@ class Child:
     failed: Report | None = None  # why it didn't start, on trial
     leases: dict[str, tuple[str, list[int]]] = field(default_factory=dict)
     lease_answers: set[str] = field(default_factory=set)
-    process: subprocess.Popen[bytes] | None = None
-    _report_fd: int = -1
+    process: subprocess.Popen[bytes] | Adopted | None = None
+    refusal: Report | None = None  # why this process is ended: it can't work with the others
+    _report: Path | None = None
 
     @property
     def alive(self) -> bool:
         return self.process is not None and self.process.poll() is None
 
     def start(self, boot: Boot, fds: Sequence[int], now: float) -> None:
-        """Starts the process of this generation; `boot.report_fd` is its end of the report pipe and closed here."""
+        """Starts the process of this generation."""
         settings = {name: str(boot.threads) for name in _THREAD_SETTINGS}
         settings["GOMP_SPINCOUNT"] = os.environ.get("GOMP_SPINCOUNT", _SPINS)
-        self.process = subprocess.Popen(
+        self._report = report_path(boot.run_dir, self.name, self.generation)
+        self.process = process = subprocess.Popen(
             [sys.executable, "-m", "flowinfer.runtime.worker_main", self.name],
             stdin=subprocess.PIPE,
-            pass_fds=(*fds, boot.report_fd),
+            pass_fds=fds,
             env=os.environ | settings,
             process_group=0,  # Ctrl-C in the terminal is for the supervisor alone
         )
-        os.close(boot.report_fd)
         self.state, self.started_at, self.opening = "starting", now, ""
         self.leases, self.lease_answers = {}, set()
-        stdin = self.process.stdin
+        stdin = process.stdin
         assert stdin is not None
         with contextlib.suppress(BrokenPipeError), stdin:
             stdin.write(msgspec.json.encode(boot))
 
-    def open_report(self) -> int:
-        """Makes the pipe on which the next process tells why it failed; returns the writing end."""
-        self._report_fd, write = os.pipe()
-        os.set_blocking(self._report_fd, False)
-        return write
+    def known(self) -> Known:
+        """What a supervisor that takes over has to know of this instance."""
+        pid = self.process.pid if self.process is not None else 0
+        return Known(
+            name=self.name,
+            worker=self.worker,
+            replica=self.replica,
+            generation=self.generation,
+            state=self.state,
+            pid=pid,
+            started=start_time(pid) if pid else "",
+            endpoints=self.endpoints,
+            started_at=self.started_at,
+            ready_at=self.ready_at,
+            restart_at=self.restart_at,
+            backoff_s=self.backoff_s,
+            on_trial=self.on_trial,
+            leaving=self.leaving,
+        )
+
+    def adopt(self, process: Adopted, folder: Path) -> None:
+        """Goes on with a process that another supervisor started."""
+        self.process, self._report = process, report_path(folder, self.name, self.generation)
 
     def ready(self, endpoints: Endpoints, now: float) -> None:
         self.state, self.endpoints, self.ready_at, self.beat_at = "ready", endpoints, now, now
@@ -88,7 +111,9 @@ class Child:
         lines = self._read_reports()
         self.opening = next((line.opening for line in reversed(lines) if line.opening), "")
         code = self.process.wait()
-        report = next((line for line in lines if line.error), None) or Report(error=self._describe_exit(code))
+        report = self.refusal or next((line for line in lines if line.error), None)
+        report = report or Report(error=self._describe_exit(code))
+        self.refusal = None
         if self.state == "ready" and now - self.ready_at >= HEALTHY_S:
             self.backoff_s = FIRST_BACKOFF_S
         self.restart_at = now + self.backoff_s
@@ -101,13 +126,12 @@ class Child:
             self.process.send_signal(sig)
 
     def _read_reports(self) -> list[Report]:
-        data = b""
-        with contextlib.suppress(BlockingIOError):
-            while chunk := os.read(self._report_fd, 65_536):
-                data += chunk
-        os.close(self._report_fd)
-        with contextlib.suppress(msgspec.MsgspecError):
-            return [msgspec.json.decode(line, type=Report) for line in data.splitlines()]
+        if self._report is None:
+            return []
+        with contextlib.suppress(OSError, msgspec.MsgspecError):
+            lines = self._report.read_bytes().splitlines()
+            self._report.unlink()
+            return [msgspec.json.decode(line, type=Report) for line in lines]
         return []
 
     def _describe_exit(self, code: int) -> str:
@@ -115,4 +139,6 @@ class Child:
         if code < 0:
             hint = " (out of memory?)" if code == -signal.SIGKILL else ""
             return f"worker {self.name} was ended by {signal.Signals(-code).name}{hint}{doing}"
+        if code == UNKNOWN:
+            return f"worker {self.name} ended{doing}"
         return f"worker {self.name} ended with exit code {code}{doing}"

@@ -34,6 +34,45 @@ class Stop(Event):
 
 # ------------------------------------------------------------------------------ changes of a running service, by number
 
+class Probe(Event):
+    """The message that this producer sent last on the edge was made at `began`, seconds of the host's clock."""
+
+    bulk: ClassVar[bool] = True  # travels behind the message
+    edge: str
+    began: float
+
+
+class Census(Event):
+    """A supervisor that comes after one that died asks what this worker really runs. Answered by Running."""
+
+
+class Running(Event):
+    """What this worker runs. step: how far change `number` has come here: prepared, switched, drained, "" for none.
+
+    data, control, schema: as in Ready.
+    """
+
+    data: str
+    control: str
+    schema: str
+    epoch: int
+    number: int = 0
+    step: str = ""
+
+
+class TapAsk(Event):
+    """Show messages of this edge to the datagram socket `to`: `limit` of those that match, and of them every 1/sample.
+
+    Ends when it isn't asked for again in time; limit 0 ends it at once. where: as flowinfer.observe.where reads it.
+    """
+
+    edge: str
+    to: str
+    where: str = ""
+    limit: int = 1_000_000_000
+    sample: float = 1.0
+
+
 
 class Change(Event):
     """Base of what the supervisor tells workers about a change."""

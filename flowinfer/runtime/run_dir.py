@@ -26,20 +26,27 @@ def root() -> Path:
 
 
 class RunDir:
-    """The folder of one service; a lock on it tells that its supervisor lives."""
+    """The folder of one service; a lock on it tells that the service lives. lock_fd: who has a copy holds it."""
 
     def __init__(self, parent: Path | None = None) -> None:
         parent = parent or root()
         with _locked(parent / ".lock"):
             sweep(parent)
             self.path = Path(tempfile.mkdtemp(prefix="", dir=parent))  # mode 0700
-            self._lock = os.open(self.path / "lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
-            fcntl.flock(self._lock, fcntl.LOCK_EX)
+            self.lock_fd = os.open(self.path / "lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+            fcntl.flock(self.lock_fd, fcntl.LOCK_EX)
+
+    @classmethod
+    def held(cls, path: Path, lock_fd: int) -> RunDir:
+        """The folder of a service that runs, with its lock."""
+        found = cls.__new__(cls)
+        found.path, found.lock_fd = path, lock_fd
+        return found
 
     def record(self, pid: int) -> None:
         """Notes a worker, so that a later start can end it should everything else fail."""
         with (self.path / "pids").open("a") as file:
-            file.write(f"{pid} {_start_time(pid)}\n")
+            file.write(f"{pid} {start_time(pid)}\n")
 
     def remove_sockets(self, instance: str, generation: int) -> None:
         for lane in ("d", "c"):
@@ -47,11 +54,11 @@ class RunDir:
 
     def remove(self) -> None:
         shutil.rmtree(self.path, ignore_errors=True)
-        os.close(self._lock)
+        os.close(self.lock_fd)
 
 
 def sweep(parent: Path) -> list[Path]:
-    """Removes the folders of services whose supervisor is dead, ending workers that are left; returns them."""
+    """Removes the folders of services that are dead, ending workers that are left; returns them."""
     swept = []
     for path in parent.iterdir():
         if path.is_dir() and _is_stale(path):
@@ -62,7 +69,7 @@ def sweep(parent: Path) -> list[Path]:
 
 
 def is_alive(path: Path) -> bool:
-    """True while the supervisor of this folder lives."""
+    """True while the service of this folder lives."""
     return not _is_stale(path)
 
 
@@ -81,12 +88,12 @@ def _kill_left(pids: Path) -> None:
     with contextlib.suppress(OSError):
         for line in pids.read_text().splitlines():
             pid, start = line.split(" ", 1)
-            if start and _start_time(int(pid)) == start:
+            if start and start_time(int(pid)) == start:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(int(pid), signal.SIGKILL)
 
 
-def _start_time(pid: int) -> str:
+def start_time(pid: int) -> str:
     """Start time of a process in clock ticks, "" where it can't be known: ids are used again, pairs aren't."""
     with contextlib.suppress(OSError):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]

@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
+import shutil
 import signal
 import time
+import traceback
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from types import FrameType
@@ -16,10 +18,12 @@ from flowinfer.codec import Header, schema_digest
 from flowinfer.errors import FlowInferError
 from flowinfer.graph.plan import API, FRONT, Plan
 from flowinfer.message import Drain, Event, LeaseQuery, LeaseReport, Message, Serving, WorkerDown, WorkerUp
-from flowinfer.runtime.arenas import Ranges, give_spare_back, make_arenas, model_layouts, take_spare
+from flowinfer.observe import logs
+from flowinfer.runtime.arenas import Ranges, arena_fds, give_spare_back, make_arenas, model_layouts, take_spare
 from flowinfer.runtime.boot import ArenaRange, Boot, Report
 from flowinfer.runtime.child import Child
-from flowinfer.runtime.events import SUPERVISOR, Heartbeat, Opening, Ready, Stop
+from flowinfer.runtime.events import SUPERVISOR, Heartbeat, Opening, Ready, Running, Stop
+from flowinfer.runtime.kept import Kept
 from flowinfer.runtime.listening import address, listen
 from flowinfer.runtime.loading import LoadStage
 from flowinfer.runtime.mailbox import bind, load_keys
@@ -29,12 +33,16 @@ from flowinfer.runtime.rewire.controller import Controller
 from flowinfer.runtime.rewire.journal import Journal
 from flowinfer.runtime.rewire.protocol import Service, Source
 from flowinfer.runtime.run_dir import RunDir
+from flowinfer.runtime.state import State, save
+from flowinfer.runtime.takeover import acquire, take_over
 
 HUNG_S = 60.0  # without a heartbeat; a prefill step of a long prompt may take seconds on few cores
 LOADING_S = 1_800.0  # for `open`, which may convert a model
 LEASES_S = 1.0  # for peers to say which blocks of a dead worker they read
 STOP_S = 5.0  # from Stop to SIGKILL
 TICK_S = 0.5
+MAX_PAST = 32  # plans that `rollback` can still go back to after a takeover
+CRASHED = 70  # exit code of a supervisor that met a bug: EX_SOFTWARE of sysexits.h
 
 Say = Callable[[str], None]
 
@@ -49,7 +57,11 @@ class StartError(FlowInferError):
 
 
 class Supervisor:
-    """One running service. `run` returns when it has stopped; everything it made is gone by then."""
+    """One running service. `run` returns when it has stopped; everything it made is gone by then.
+
+    keeper: what started this process and starts another one should it die; without one, the service dies with it.
+    left: what the predecessor of this supervisor knew, if it takes over from one.
+    """
 
     def __init__(
         self,
@@ -60,49 +72,92 @@ class Supervisor:
         hung_s: float = HUNG_S,
         source: Source | None = None,
         journal: Journal | None = None,
+        keeper: Kept | None = None,
+        left: State | None = None,
     ) -> None:
         self.plan = plan
+        self.keeper, self.left = keeper, left
+        self.census: dict[str, Running] = {}  # what workers answered who runs what
         self.controller = Controller(self, source or Source(file=plan.file), journal or Journal(plan.name))
         self.start_s = 0.0  # what the last start took
         self.hung_s = hung_s
-        self._say = say
+        self.say = say
         self._ready = ready
-        self._signals = 0
+        self._own_signals = 0
         self._serving = False
+        self.is_taking_over = left is not None
+        self._control: ControlServer | None = None
         self._front = f"{plan.stages[API].worker if API in plan.stages else FRONT}.0"
         self.load = LoadStage(Path(plan.file).parent, plan.allow_local)
-        self._last_generation = 0
+        self.last_generation = 0
+        self.engines: list[str] = []
+        self._num_arenas = 0
         self.arenas = Ranges()
         self.children = _children(plan)
 
     def run(self) -> None:
         """Starts the workers, serves until a signal, drains and stops. Raises FlowInferError when it can't start."""
-        self._layouts = model_layouts(self.plan, self.load)
-        self._engines = [child.name for child in self.children.values() if child.worker in self._layouts]
         with contextlib.ExitStack() as stack:
-            self.listener = stack.enter_context(listen(self.plan.serve)) if API in self.plan.stages else None
-            self.arenas = make_arenas(self.plan, self._layouts)
-            stack.callback(self.close_arenas)
-            self.run_dir = RunDir()
-            stack.callback(self.run_dir.remove)
-            self._life_fd, life = os.pipe()  # its writing end closes when this process dies, however it dies
-            stack.callback(os.close, life)
-            stack.callback(os.close, self._life_fd)
-            self.channel = Channel(SUPERVISOR, epoch=self.plan.epoch, keys=load_keys(self.plan.network))
-            stack.callback(self.channel.close)
-            self._endpoints = bind(self.channel, self.plan.network, self.run_dir.path)
-            stack.callback(self._end_all)
-            self._control = ControlServer(self.run_dir.path, self._service(), self.channel.wake)
-            stack.callback(self._control.close)
-            with self._watched_signals():
-                self._start()
+            if self.left is None:
+                self._acquire(stack)
+            else:
+                acquire(self, stack, self.left)
+            with self._watched_signals(), self._bugs_end_this_process():
+                self._listen_to_keeper()
+                if self.left is None:
+                    self.open_control(stack)
+                    self._start()
+                else:
+                    take_over(self, stack, self.left)
                 self._serve()
+
+    def _acquire(self, stack: contextlib.ExitStack) -> None:
+        """Makes what the service needs; what has to outlive this process goes to the keeper as well."""
+        self.layouts = model_layouts(self.plan, self.load)
+        self.engines = [child.name for child in self.children.values() if child.worker in self.layouts]
+        self.listener = stack.enter_context(listen(self.plan.serve)) if API in self.plan.stages else None
+        self.arenas = make_arenas(self.plan, self.layouts)
+        stack.callback(self.close_arenas)
+        self.run_dir = RunDir()
+        stack.callback(self.run_dir.remove)
+        if self.keeper is None:
+            self.life_fd, life = os.pipe()  # its writing end closes when this process dies, however it dies
+            stack.callback(os.close, life)
+            stack.callback(os.close, self.life_fd)
+        else:
+            self.life_fd = self.keeper.life_fd
+            if self.listener is not None:
+                self.keeper.hold("listener", self.listener.fileno())
+            self.keeper.hold("lock", self.run_dir.lock_fd)
+        self._hold_arenas()
+        self.channel = Channel(SUPERVISOR, epoch=self.plan.epoch, keys=load_keys(self.plan.network))
+        stack.callback(self.channel.close)
+        self.endpoints = bind(self.channel, self.plan.network, self.run_dir.path)
+        stack.callback(self.end_all)
+
+    def open_control(self, stack: contextlib.ExitStack) -> None:
+        """From now on people may ask."""
+        self._control = ControlServer(self.run_dir.path, self._service(), self.channel.wake)
+        stack.callback(self._control.close)
+
+    @contextlib.contextmanager
+    def _bugs_end_this_process(self) -> Iterator[None]:
+        """An error that nobody meant to raise ends this process and not the service: another supervisor takes over."""
+        try:
+            yield
+        except FlowInferError:
+            raise
+        except Exception:
+            if self.keeper is None or not self.keeper.serves:
+                raise
+            traceback.print_exc()
+            os._exit(CRASHED)
 
     # -- phases --------------------------------------------------------------------------------------------------------
 
     def _start(self) -> None:
         if left := self.controller.journal.unfinished():
-            self._say(f"The last run ended in the step {left[-1].step!r} of a change ({left[0].text}): it isn't made.")
+            self.say(f"The last run ended in the step {left[-1].step!r} of a change ({left[0].text}): it isn't made.")
         self.controller.journal.write(0, self.plan.epoch, "start", f"process {os.getpid()}")
         self.start_all()
 
@@ -116,11 +171,21 @@ class Supervisor:
         if self._signals:
             return
         self.introduce(list(self.children.values()))
-        self._serving = True
+        self.serve_from_now_on()
         self.start_s = time.monotonic() - started
+        self.tell_ready()
+
+    def tell_ready(self) -> None:
         if self._ready is not None:
             self._ready(address(self.listener, tls=self.plan.serve.tls) if self.listener else "")
             self._ready = None
+
+    def serve_from_now_on(self) -> None:
+        """A worker that dies is started again; should this process die, another one takes over."""
+        self._serving = True
+        self.save()
+        if self.keeper is not None:
+            self.keeper.serving(self.run_dir.path)
 
     @property
     def is_stopping(self) -> bool:
@@ -128,19 +193,66 @@ class Supervisor:
 
     def _service(self) -> Service:
         where = address(self.listener, tls=self.plan.serve.tls) if self.listener else ""
-        return Service(name=self.plan.name, pid=os.getpid(), address=where, file=self.plan.file)
+        pid = self.keeper.keeper if self.keeper is not None else os.getpid()
+        return Service(name=self.plan.name, pid=pid, controller=os.getpid(), address=where, file=self.plan.file)
+
+    # -- memory --------------------------------------------------------------------------------------------------------
+
+    def _hold_arenas(self) -> None:
+        for fd in arena_fds(self.arenas) if self.keeper is not None else ():
+            self._num_arenas += 1
+            self.keeper.hold(f"arena {os.getpid()} {self._num_arenas}", fd)
 
     def close_arenas(self) -> None:
         """Lets go of the KV memory; it goes with its last user."""
-        for fd in {arena.fd for ranges in (*self.arenas.values(), self.arenas.spares) for arena in ranges}:
+        fds = arena_fds(self.arenas)
+        for name, fd in list(self.keeper.fds.items()) if self.keeper is not None else ():
+            if fd in fds:
+                self.keeper.release(name)
+        for fd in fds:
             os.close(fd)
         self.arenas = Ranges()
+
+    # -- for who takes over --------------------------------------------------------------------------------------------
+
+    def save(self) -> None:
+        """Writes down what another supervisor has to know should this one die now."""
+        if self.keeper is None:
+            return
+        fds = arena_fds(self.arenas)
+        state = State(
+            plan=self.plan,
+            source=self.controller.source,
+            schema=schema_digest(),
+            endpoints=self.endpoints,
+            children=tuple(child.known() for child in self.children.values()),
+            layouts=self.layouts,
+            engines=tuple(self.engines),
+            arenas=dict(self.arenas),
+            spares=tuple(self.arenas.spares),
+            fds={fd: name for name, fd in self.keeper.fds.items() if fd in fds},
+            last_generation=self.last_generation,
+            start_s=self.start_s,
+            number=self.controller.number,
+            past=tuple(self.controller.past[-MAX_PAST:]),
+            change=self.controller.underway,
+        )
+        save(self.run_dir.path, state)
+
+    def _listen_to_keeper(self) -> None:
+        if self.keeper is not None:
+            self.keeper.listen(self.channel.wake, self._end_with_keeper)
+
+    def _end_with_keeper(self) -> None:
+        """Called in a thread: the keeper has died, so workers end by themselves, and this process must as well."""
+        shutil.rmtree(self.run_dir.path, ignore_errors=True)
+        os._exit(1)
 
     def _serve(self) -> None:
         while not self._signals:
             self.pump()
         if self._serving:
-            self._say("Draining; press Ctrl-C again to stop now.")
+            self.say("Draining; press Ctrl-C again to stop now.")
             self.drain()
         if self._signals < 2:
             self._stop()
@@ -161,7 +273,7 @@ class Supervisor:
         while self._signals < 2 and time.monotonic() < deadline and any(c.alive for c in self.children.values()):
             self.channel.poll(min(TICK_S, max(0.0, deadline - time.monotonic())))
 
-    def _end_all(self) -> None:
+    def end_all(self) -> None:
         for child in self.children.values():
             child.kill()
         for child in self.children.values():
@@ -176,7 +288,7 @@ class Supervisor:
         due = [
             max(0.0, child.restart_at - now)
             for child in self.children.values()
-            if child.state == "down" and not (child.on_trial or child.leaving)
+            if child.state == "down" and not (child.on_trial or child.leaving or self.is_taking_over)
         ]
         events, _ = self.channel.poll(max(0.0, min([wait_s, *due])))
         for header, received in events:
@@ -184,7 +296,7 @@ class Supervisor:
                 self._take(header, event)
         for child in list(self.children.values()):
             self._check(child, time.monotonic())
-        for request, say in self._control.take():
+        for request, say in self._control.take() if self._control is not None else ():
             answer(self, request, say)
 
     def _check(self, child: Child, now: float) -> None:
@@ -194,16 +306,16 @@ class Supervisor:
                 and not (child.on_trial or child.leaving)
                 and now >= child.restart_at
                 and self._leases_known(child, now)
-                and not self._signals
+                and not (self._signals or self.is_taking_over)
             ):
                 self.spawn(child)
         elif not child.alive:
             self._bury(child, now)
         elif child.state == "ready" and now - child.beat_at > self.hung_s:
-            self._say(f"Worker {child.name} hasn't answered for {self.hung_s:.0f} s: ending it.")
+            self.say(f"Worker {child.name} hasn't answered for {self.hung_s:.0f} s: ending it.")
             child.kill()
         elif child.state == "starting" and now - child.started_at > LOADING_S:
-            self._say(f"Worker {child.name} hasn't opened stage {child.opening!r} in {LOADING_S:.0f} s: ending it.")
+            self.say(f"Worker {child.name} hasn't opened stage {child.opening!r} in {LOADING_S:.0f} s: ending it.")
             child.kill()
 
     def _take(self, header: Header, event: Message) -> None:
@@ -214,9 +326,11 @@ class Supervisor:
             child.beat_at, child.drained = time.monotonic(), event.draining and not event.open_requests
         elif isinstance(event, Opening):
             child.opening = event.stage
-            self._say(f"{child.name}: opening {event.stage}")
+            self.say(f"{child.name}: opening {event.stage}")
         elif isinstance(event, Ready):
             self._welcome(child, event)
+        elif isinstance(event, Running):
+            self._count(child, event)
         elif isinstance(event, LeaseReport):
             self._note_leases(child, event)
         elif isinstance(event, Event):
@@ -247,15 +361,13 @@ class Supervisor:
             missing = plan.replicas - sum(child.name not in leaving for child in own)
             free = (number for number in itertools.count() if f"{worker}.{number}" not in self.children)
             for number in itertools.islice(free, max(0, missing)):
-                born.append(
-                    Child(f"{worker}.{number}", worker, number, generation=self._last_generation, on_trial=True)
-                )
+                born.append(Child(f"{worker}.{number}", worker, number, generation=self.last_generation, on_trial=True))
         for child in born:
             take_spare(self.arenas, child.name)
         for child in born:
             self.children[child.name] = child
-            if child.worker in self._layouts:
-                self._engines.append(child.name)
+            if child.worker in self.layouts:
+                self.engines.append(child.name)
             self.spawn(child, new)
         return born
 
@@ -277,8 +389,9 @@ class Supervisor:
                 if known:
                     self.tell_all(WorkerDown(worker=child.name, generation=generation))
             self.children.pop(child.name, None)
-            self._last_generation = max(self._last_generation, child.generation)  # peers refuse what is older
+            self.last_generation = max(self.last_generation, child.generation)  # peers refuse what is older
             give_spare_back(self.arenas, child.name)
+        self.save()
 
     def check(self, plan: Plan) -> None:
         """Raises FlowInferError when this plan can't run here, as far as can be told before it starts."""
@@ -290,10 +403,11 @@ class Supervisor:
         self.close_arenas()
         self.take_plan(plan)
         self.channel.raise_epoch(plan.epoch)
-        self._layouts = model_layouts(plan, self.load)
-        self.arenas = make_arenas(plan, self._layouts)
-        self.children = _children(plan, self._last_generation)
-        self._engines = [child.name for child in self.children.values() if child.worker in self._layouts]
+        self.layouts = model_layouts(plan, self.load)
+        self.arenas = make_arenas(plan, self.layouts)
+        self._hold_arenas()
+        self.children = _children(plan, self.last_generation)
+        self.engines = [child.name for child in self.children.values() if child.worker in self.layouts]
         self.start_all()
 
     # -- births --------------------------------------------------------------------------------------------------------
@@ -308,21 +422,21 @@ class Supervisor:
             replica=child.replica,
             generation=child.generation,
             run_dir=str(self.run_dir.path),
-            supervisor_data=self._endpoints.data,
-            supervisor_control=self._endpoints.control,
-            life_fd=self._life_fd,
-            report_fd=child.open_report(),
+            supervisor_data=self.endpoints.data,
+            supervisor_control=self.endpoints.control,
+            life_fd=self.life_fd,
             threads=self._threads(child.worker),
             device=(plan or self.plan).workers[child.worker].device,
-            engine_index=self._engines.index(child.name) if child.name in self._engines else 0,
-            num_engines=max(1, len(self._engines)),
+            engine_index=self.engines.index(child.name) if child.name in self.engines else 0,
+            num_engines=max(1, len(self.engines)),
             listener_fd=listener.fileno() if listener else None,
             arenas=arenas,
         )
-        fds = [self._life_fd, *(arena.fd for arena in arenas), *([listener.fileno()] if listener else [])]
+        fds = [self.life_fd, *(arena.fd for arena in arenas), *([listener.fileno()] if listener else [])]
         child.start(boot, fds, time.monotonic())
         if child.process is not None:
             self.run_dir.record(child.process.pid)
+        self.save()
 
     def _quarantine(self, child: Child, arena: ArenaRange) -> ArenaRange:
         """The range, with the blocks in it that others still read from the dead generation."""
@@ -344,20 +458,36 @@ class Supervisor:
     def _threads(self, worker: str) -> int:
         """Threads as the file says; 0 shares the cores among the workers that run models."""
         asked = self.plan.workers[worker].threads
-        engines = sum(self.plan.workers[name].replicas for name in self._layouts)
-        if asked or worker not in self._layouts:
+        engines = sum(self.plan.workers[name].replicas for name in self.layouts)
+        if asked or worker not in self.layouts:
             return asked or 1
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         return max(1, cores // engines)
 
     def _welcome(self, child: Child, ready: Ready) -> None:
+        if child.state != "starting":
+            return  # said twice, around a takeover
         if ready.schema != schema_digest():
-            raise FlowInferError(f"worker {child.name} runs another version of FlowInfer.", help="Install one version.")
+            self._turn_away(child)
+            return
         child.ready(Endpoints(ready.data, ready.control), time.monotonic())
         self.channel.connect(child.name, child.generation, Endpoints(ready.data, ready.control))
-        if self._serving and not child.on_trial:
-            self._say(f"Worker {child.name} is back.")
+        self.save()
+        if self._serving and not child.on_trial and not self.is_taking_over:
+            self.say(f"Worker {child.name} is back.")
             self.introduce([child])
+
+    def _turn_away(self, child: Child) -> None:
+        """Ends a worker whose code isn't that of the others; it is tried again, for the old code may come back."""
+        message = f"worker {child.name} runs another FlowInfer than the service, whose code was changed meanwhile."
+        help = "Put the old code back, or start the service anew; the other workers serve on until then."
+        child.refusal = Report(error=message, help=help)
+        child.kill()
+
+    def _count(self, child: Child, running: Running) -> None:
+        self.census[child.name] = running
+        if child.state == "starting" and running.data:
+            self._welcome(child, Ready(data=running.data, control=running.control, schema=running.schema))
 
     def introduce(self, new: list[Child]) -> None:
         """Tells the new workers of all that are ready, and those of the new."""
@@ -380,6 +510,7 @@ class Supervisor:
         self.channel.disconnect(child.name)
         report = child.buried(now)
         self.run_dir.remove_sockets(child.name, child.generation)
+        self.save()
         for other in self.children.values():
             other.leases = {request: lease for request, lease in other.leases.items() if lease[0] != child.name}
         if child.on_trial:
@@ -392,9 +523,9 @@ class Supervisor:
             self.tell_all(LeaseQuery(owner=child.name))
         if not self._signals and not child.leaving:
             what = "died" if was_ready else "didn't start"
-            self._say(
-                f"Worker {child.name} {what}: {report.error} Starting it again in {child.restart_at - now:.1f} s."
-            )
+            help = f" {report.help}" if report.help else ""
+            again = f"Starting it again in {child.restart_at - now:.1f} s."
+            self.say(f"Worker {child.name} {what}: {report.error}{help} {again}")
 
     def _note_leases(self, peer: Child, report: LeaseReport) -> None:
         owner = self.children.get(report.owner)
@@ -417,12 +548,17 @@ class Supervisor:
 
     # -- signals -------------------------------------------------------------------------------------------------------
 
+    @property
+    def _signals(self) -> int:
+        """How often people asked for the end; Ctrl-C reaches the keeper and this process, and counts once."""
+        return max(self._own_signals, self.keeper.signals if self.keeper is not None else 0)
+
     @contextlib.contextmanager
     def _watched_signals(self) -> Iterator[None]:
         """SIGINT and SIGTERM are counted; they and SIGCHLD end the wait of the loop."""
 
         def count(number: int, frame: FrameType | None) -> None:
-            self._signals += 1
+            self._own_signals += 1
 
         def wake(number: int, frame: FrameType | None) -> None:
             return
@@ -436,6 +572,16 @@ class Supervisor:
             signal.set_wakeup_fd(fd)
             for number, handler in before.items():
                 signal.signal(number, handler)
+
+
+def _logged(folder: Path, say: Say) -> Say:
+    """Says a line and keeps it for `flowinfer logs`: who died, what was started again."""
+
+    def both(line: str) -> None:
+        logs.note(folder, line, worker=SUPERVISOR)
+        say(line)
+
+    return both
 
 
 def _children(plan: Plan, last_generation: int = 0) -> dict[str, Child]:

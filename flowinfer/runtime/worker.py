@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from flowinfer.channel import Channel, Endpoints, Received
-from flowinfer.codec import CodecError, Header
+from flowinfer.codec import CodecError, Header, schema_digest
 from flowinfer.errors import RequestError
 from flowinfer.graph.plan import EdgePlan, Plan
 from flowinfer.message import (
@@ -82,6 +82,7 @@ class Worker(Group):
             outbox = self.outputs[edge.name] = Outbox(edge, self._send, self.clock.now)
             source.add_output(outbox)
         elif target is not None:
+        self._supervisor = 1  # its generation: one more each time that another one takes over
             producers = self.plan.workers[self.plan.stages[edge.source].worker].replicas
             self.grants.share(edge.name, edge.capacity // producers)
             held = edge.port if edge.port in target.held else ""
@@ -135,6 +136,10 @@ class Worker(Group):
             self.outputs[edge.name].bytes_sent += self.channel.send(instance, edge.name, lane, messages, cost)
         except CodecError as error:
             log.error("%s: edge %s: %s", self.name, edge.name, error)
+    def announce_ready(self) -> None:
+        data, control = self.channel.endpoints
+        self.channel.send_event(SUPERVISOR, Ready(data=data, control=control, schema=schema_digest()))
+
             for message in messages:
                 if hasattr(message, "id"):
                     self.fail(edge.source, message.id, RequestError(500, str(error), code="not_sendable"))
@@ -190,6 +195,8 @@ class Worker(Group):
             outbox.regrant(header.sender, header.generation, grant.lane, grant.amount)
             outbox.flush()
 
+        if header.sender == SUPERVISOR and header.generation > self._supervisor:
+            self._meet(header)
     def _take_data(self, frames: Sequence[Received]) -> None:
         for header, messages in frames:
             if header.edge == "":
@@ -201,6 +208,20 @@ class Worker(Group):
                 self._deliver(header, messages)
             else:
                 self.num_late["edge"] = self.num_late.get("edge", 0) + len(messages)
+    def _meet(self, header: Header) -> None:
+        """Another supervisor: what its predecessor said and comes only now is refused, and its epochs begin anew."""
+        self._supervisor = header.generation
+        self._dead[SUPERVISOR] = header.generation - 1
+        for lane in ("e", "d"):
+            self._epochs[lane + SUPERVISOR] = header.epoch
+
+    def _tell_running(self) -> None:
+        data, control = self.channel.endpoints
+        number, step = self.member.progress
+        running = Running(data=data, control=control, schema=schema_digest(), epoch=self.plan.epoch)
+        running.number, running.step = number, step
+        self.channel.send_event(SUPERVISOR, running)
+
         if self._moved:
             self._announce()
 
@@ -339,7 +360,15 @@ class Worker(Group):
                 outbox.flush()
 
     def _disconnect(self, down: WorkerDown) -> None:
+    def _is_known(self, event: Event) -> bool:
+        """True for what a supervisor that took over says once more."""
+        if isinstance(event, WorkerUp):
+            return self.peers.get(event.worker) == event.generation
+        return isinstance(event, WorkerDown) and event.generation <= self._dead.get(event.worker, 0)
+
         self._dead[down.worker] = max(down.generation, self._dead.get(down.worker, 0))
+        if self._is_known(event):
+            return
         if self.peers.get(down.worker, 0) > down.generation:
             return
         self.peers.pop(down.worker, None)
@@ -348,6 +377,12 @@ class Worker(Group):
         for outbox in self.outputs.values():
             for request in outbox.drop(down.worker, down.generation):
                 if request not in self.closed:
+        elif isinstance(event, Census):
+            self._tell_running()
+        elif isinstance(event, TapAsk):
+            self.taps.ask(event)
+        elif isinstance(event, Probe):
+            self._take_probe(event)
                     message = f"Worker {down.worker} died while it held the request. Send it again."
                     error = RequestError(503, message, code="worker_died", retry_after_s=1.0)
                     self.fail(outbox.edge.target, request, error)

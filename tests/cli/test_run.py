@@ -70,6 +70,7 @@ def test_a_worker_that_cannot_start_ends_the_command_with_its_cause(monkeypatch:
 
     monkeypatch.setattr("flowinfer.graph.load_plan", lambda *args: PLAN)
     monkeypatch.setattr(Supervisor, "run", fail)
+    monkeypatch.setattr("flowinfer.runtime.keeper.keep", lambda serve: serve(None))  # in this process
     result = CliRunner().invoke(run, ["pipe.yaml"])
     assert result.exit_code == 1
     words = " ".join(result.output.split())
@@ -80,5 +81,6 @@ def test_a_worker_that_cannot_start_ends_the_command_with_its_cause(monkeypatch:
 def test_the_ready_line_names_the_address(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("flowinfer.graph.load_plan", lambda *args: PLAN)
     monkeypatch.setattr(Supervisor, "run", lambda self: self._ready("http://127.0.0.1:8000"))
+    monkeypatch.setattr("flowinfer.runtime.keeper.keep", lambda serve: serve(None))
     result = CliRunner().invoke(run, ["pipe.yaml"])
     assert result.exit_code == 0 and "test is ready at http://127.0.0.1:8000" in result.output

@@ -1,31 +1,41 @@
-"""Runs a supervisor on a plan in JSON: `python serve_plan.py PLAN HUNG_S`. Says on stdout what the supervisor says."""
+"""Runs a supervisor on a plan in JSON: `python serve_plan.py PLAN HUNG_S [kept]`. Says on stdout what it says."""
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
 import msgspec
 
 from flowinfer.errors import FlowInferError
-from flowinfer.graph.plan import Plan
-from flowinfer.runtime.supervisor import Supervisor
+from flowinfer.runtime.keeper import keep
+from flowinfer.runtime.kept import Kept
 
 
 def say(line: str) -> None:
     print(line, flush=True)
 
 
-def main() -> None:
-    hung_s = float(sys.argv[2])
-    plan = msgspec.json.decode(Path(sys.argv[1]).read_bytes(), type=Plan)
+def serve(keeper: Kept | None) -> int:
+    from flowinfer.graph.plan import Plan
+    from flowinfer.runtime.state import left_to
+    from flowinfer.runtime.supervisor import Supervisor
+
+    left = left_to(keeper)
+    plan = left.plan if left else msgspec.json.decode(Path(sys.argv[1]).read_bytes(), type=Plan)
+
+    def ready(address: str) -> None:
+        say(f"READY {address}" if left is None else f"RESUMED {os.getpid()}")
+
     try:
-        Supervisor(plan, say=say, ready=lambda address: say(f"READY {address}"), hung_s=hung_s).run()
+        Supervisor(plan, say=say, ready=ready, hung_s=float(sys.argv[2]), keeper=keeper, left=left).run()
     except FlowInferError as error:
         say(f"ERROR {error}")
-        sys.exit(1)
+        return 1
     say("STOPPED")
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(keep(serve) if "kept" in sys.argv[3:] else serve(None))

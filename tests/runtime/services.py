@@ -27,9 +27,9 @@ def until(claim: Callable[[], bool], what: str) -> None:
 
 
 class Service:
-    """A supervisor in a process of its own."""
+    """A supervisor in a process of its own, `kept` by a keeper or alone."""
 
-    def __init__(self, plan: Plan, folder: Path, hung_s: float) -> None:
+    def __init__(self, plan: Plan, folder: Path, hung_s: float, *, kept: bool = False) -> None:
         self.file = folder / "notes.txt"
         self.file.touch()
         self.log = folder / "log.txt"
@@ -37,7 +37,7 @@ class Service:
         (folder / "plan.json").write_bytes(msgspec.json.encode(plan))
         path = os.pathsep.join([str(HERE), str(HERE.parents[1]), os.environ.get("PYTHONPATH", "")])
         self.process = subprocess.Popen(
-            [sys.executable, str(HERE / "serve_plan.py"), str(folder / "plan.json"), str(hung_s)],
+            [sys.executable, str(HERE / "serve_plan.py"), str(folder / "plan.json"), str(hung_s), *["kept"] * kept],
             stdout=self.log.open("wb"),
             stderr=subprocess.STDOUT,
             env=os.environ | {"PYTHONPATH": path, "TMPDIR": str(folder)},
@@ -49,8 +49,9 @@ class Service:
         found = {}
         for child in psutil.Process(self.process.pid).children(recursive=True):
             try:
-                found[child.cmdline()[-1]] = child
                 self.seen[child.pid] = child
+                if "flowinfer.runtime.worker_main" in child.cmdline():
+                    found[child.cmdline()[-1]] = child
             except (psutil.NoSuchProcess, psutil.ZombieProcess, IndexError):
                 continue
         return found

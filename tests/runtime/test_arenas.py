@@ -21,7 +21,7 @@ from flowinfer.runtime.arenas import (
     private_arena,
     take_spare,
 )
-from flowinfer.runtime.boot import ArenaRange, Boot, Report
+from flowinfer.runtime.boot import ArenaRange, Boot, Report, report_path
 from flowinfer.runtime.child import FIRST_BACKOFF_S, HEALTHY_S, LAST_BACKOFF_S, Child
 from flowinfer.runtime.supervisor import Supervisor
 from flowinfer.stage import Contract, ModelUse, Stage, StageConfig
@@ -111,7 +111,6 @@ def test_boot_data_survives_json() -> None:
         supervisor_data="d",
         supervisor_control="c",
         life_fd=3,
-        report_fd=4,
         arenas=(
             ArenaRange(layout=LAYOUT, fd=5, num_blocks=2, first_block=0, end_block=2, quarantined={"r": ("b.0", (1,))}),
         ),
@@ -130,7 +129,6 @@ class Ended:
 
 
 def buried(child: Child, now: float, code: int = 1) -> Report:
-    os.close(child.open_report())
     child.process = Ended(code)  # type: ignore[assignment]
     return child.buried(now)
 
@@ -151,11 +149,10 @@ def test_restarts_wait_longer_each_time_until_a_worker_stays_healthy() -> None:
 
 def test_a_report_says_more_than_an_exit_code(tmp_path: Path) -> None:
     child = Child("a.0", "a", 0)
-    write = child.open_report()
-    for line in (Report(opening="decode"), Report(error="no such model", help="Pull it.")):
-        os.write(write, msgspec.json.encode(line) + b"\n")
-    os.close(write)
-    child.process = Ended(1)  # type: ignore[assignment]
+    child.adopt(Ended(1), tmp_path)  # type: ignore[arg-type]
+    with report_path(tmp_path, "a.0", 0).open("wb") as file:
+        for line in (Report(opening="decode"), Report(error="no such model", help="Pull it.")):
+            file.write(msgspec.json.encode(line) + b"\n")
     report = child.buried(0.0)
     assert (report.error, report.help, child.opening) == ("no such model", "Pull it.", "decode")
     assert buried(child, 0.0, -9).error == "worker a.0 was ended by SIGKILL (out of memory?)"

@@ -27,9 +27,12 @@ class ControlServer:
         self._waiting: deque[tuple[Request, Say]] = deque()
         self._wake = wake
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        (folder / SOCKET).unlink(missing_ok=True)  # that of a predecessor that died
         self._socket.bind(str(folder / SOCKET))
         self._socket.listen(16)
-        (folder / SERVICE).write_bytes(msgspec.json.encode(service))
+        fresh = folder / f"{SERVICE}.new"
+        fresh.write_bytes(msgspec.json.encode(service))
+        fresh.replace(folder / SERVICE)
         threading.Thread(target=self._accept, daemon=True, name="control").start()
 
     def take(self) -> Iterator[tuple[Request, Say]]:

@@ -7,8 +7,9 @@ service (rewire/restart.py). Every step is in the journal before the next one be
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -35,6 +36,7 @@ from flowinfer.runtime.loading import LoadStage
 from flowinfer.runtime.rewire.journal import Journal
 from flowinfer.runtime.rewire.protocol import Source
 from flowinfer.runtime.rewire.restart import restart
+from flowinfer.runtime.state import State, Underway
 
 if TYPE_CHECKING:
     from flowinfer.runtime.supervisor import Supervisor
@@ -42,6 +44,7 @@ if TYPE_CHECKING:
 PREPARE_S = 1_800.0  # for new stages to open, which may load a model
 SWITCH_S = 60.0  # a worker may be in a long step
 ABORT_S = 10.0  # from the deadline of a drain until what is left is cut off
+PHASES = ("begin", "prepare", "verify", "switch", "drain", "probation", "retire", "pause", "replace")
 Tell = Callable[[str], None]
 T = TypeVar("T", bound=Event)
 
@@ -55,11 +58,15 @@ class Reverted(FlowInferError):
 
 
 class Controller:
-    """Changes of one service, one at a time. `past`: the plans before, newest last, for `rollback`."""
+    """Changes of one service, one at a time. `past`: the plans before, newest last, for `rollback`.
+
+    underway: the change that is being made, as a controller that takes over has to know it.
+    """
 
     def __init__(self, supervisor: Supervisor, source: Source, journal: Journal) -> None:
         self.supervisor, self.source, self.journal = supervisor, source, journal
         self.past: list[tuple[Plan, Source]] = []
+        self.underway: Underway | None = None
         self._probation_s = self._drain_s = 0.0
         self._number = 0
         self._news: list[tuple[str, int, Event]] = []  # instance, generation, what it said
@@ -76,6 +83,16 @@ class Controller:
     def busy(self) -> bool:
         return self._busy
 
+    @property
+    def number(self) -> int:
+        """Of the last change."""
+        return self._number
+
+    def restore(self, left: State) -> None:
+        """Knows what a predecessor knew."""
+        self.past, self._number, self.underway = list(left.past), left.number, left.change
+        self._busy = left.change is not None
+
     # -- what people ask -----------------------------------------------------------------------------------------------
 
     def plan(self, new: Plan) -> Diff:
@@ -88,7 +105,6 @@ class Controller:
             raise Refused("There is no change to take back.")
         plan, source = self.past[-1]
         self.apply(plan, source, tell, note="rollback", drain_s=drain_s, probation_s=probation_s)
-        del self.past[-2:]  # the plan that was left, and the one that is back
 
     def apply(
         self,
@@ -110,16 +126,28 @@ class Controller:
         try:
             self._apply(new, source, renew, note)
         finally:
-            self._busy = False
+            self._busy, self.underway = False, None
+            self.supervisor.save()
 
     def _apply(self, new: Plan, source: Source, renew: Collection[str], note: str) -> None:
         old, diff = self.supervisor.plan, self.plan(new)
         self._number += 1
         self._news.clear()
+        target = msgspec.structs.replace(settled(old, new), epoch=old.epoch + 1)
+        self.underway = change = Underway(
+            number=self._number,
+            kind="restart" if diff.kind == "cold" else "beside",
+            old=old,
+            new=target,
+            source=source,
+            note=note,
+            drain_s=self._drain_s,
+            probation_s=self._probation_s,
+            counts=bool(diff.changes),
+        )
         self._step("begin", note or f"{len(diff.changes)} changes, {diff.kind}")
         try:
             self._refuse(diff, renew)
-            target = msgspec.structs.replace(settled(old, new), epoch=old.epoch + 1)
             if diff.kind == "cold":
                 restart(self, target)
             else:
@@ -130,9 +158,16 @@ class Controller:
         except FlowInferError as error:
             self._step("refused", error.message)
             raise
-        if diff.changes:
-            self.past.append((old, self.source))
-            self.source = source
+        self.finish(change)
+
+    def finish(self, change: Underway) -> None:
+        """The change is made."""
+        if change.counts:
+            if change.note == "rollback":
+                del self.past[-1:]  # the plan that is back
+            else:
+                self.past.append((change.old, self.source))
+            self.source = change.source
         self._step("done", f"epoch {self.supervisor.plan.epoch}")
 
     def _refuse(self, diff: Diff, renew: Collection[str]) -> None:
@@ -151,7 +186,9 @@ class Controller:
         supervisor, replaced = self.supervisor, diff.workers() | self._workers_of(renew, diff)
         leaving = supervisor.leavers(new, replaced)
         staying = [child for child in supervisor.children.values() if child.name not in leaving]
+        self._note_who(leaving)
         born = supervisor.give_birth(new, leaving)
+        self._note_who(leaving, born)
         try:
             self._prepare(old, new, leaving, born, [name for name in renew if new.stages[name].worker not in replaced])
             self._step("verify", f"{len(staying)} workers and {len(born)} new ones are ready for epoch {new.epoch}")
@@ -166,6 +203,10 @@ class Controller:
         except Reverted as error:
             self._revert(old, error)
         self._retire(leaving)
+
+    def _note_who(self, leaving: Collection[str], born: Iterable[Child] = ()) -> None:
+        if self.underway is not None:
+            self.underway.leaving, self.underway.born = tuple(leaving), tuple(child.name for child in born)
 
     def _workers_of(self, renew: Iterable[str], diff: Diff) -> frozenset[str]:
         """Workers that are replaced for the sake of stages that can't be built beside themselves."""
@@ -260,16 +301,67 @@ class Controller:
         self._news.clear()
         replaced = compare(bad, back, supervisor.load).workers()
         leaving = supervisor.leavers(back, replaced)
+        if self.underway is not None:
+            self.underway = msgspec.structs.replace(
+                self.underway, number=self._number, kind="revert", old=bad, new=back, step="begin"
+            )
+        self._note_who(leaving)
         born = supervisor.give_birth(back, leaving)
+        self._note_who(leaving, born)
         try:
             self._prepare(bad, back, leaving, born, ())
             self._switch(back, leaving, born)
             self._drain(leaving)
             self._retire(leaving)
         except FlowInferError as again:
+            if self.underway is not None:
+                self.underway.kind = "restart"
             self._step("rollback", f"not in place ({again.message}): all workers are started anew")
             restart(self, back)
         raise Reverted(f"Taken back: {error.message}", help="The service runs as before.")
+
+    # -- after a controller's death ------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def resumed(self, change: Underway) -> Iterator[None]:
+        """Within it, the change that a predecessor died in is this one's."""
+        self._busy, self._tell, self._number = True, self.supervisor.say, change.number
+        self._drain_s, self._probation_s = change.drain_s, change.probation_s
+        self._news.clear()
+        try:
+            yield
+        except FlowInferError as error:
+            self._step("failed", error.message)
+        finally:
+            self._busy, self.underway = False, None
+            self.supervisor.save()
+
+    def complete(self, change: Underway, asked: Mapping[str, int]) -> None:
+        """Goes on with a change that workers have switched to: `asked` are the old ones, by their generations."""
+        supervisor = self.supervisor
+        leaving = [name for name in change.leaving if name in supervisor.children]
+        born = [supervisor.children[name] for name in change.born if name in supervisor.children]
+        try:
+            for child in born:
+                if child.on_trial and child.state != "ready":
+                    raise Reverted(f"worker {child.name} died meanwhile")
+            supervisor.introduce([child for child in born if child.state == "ready"])
+            if not self._waited(lambda: self._switched(dict(asked)), SWITCH_S):
+                raise Reverted(f"not every worker switched within {SWITCH_S:g} s")
+            self._drain(leaving)
+            self._probation()
+        except Reverted as error:
+            if change.kind == "revert":
+                raise
+            self._revert(change.old, error)
+        self._retire(leaving)
+        if change.kind == "revert":
+            raise Reverted("Taken back, by the controller that came after.")
+        self.finish(change)
+
+    def revert(self, old: Plan, error: FlowInferError) -> None:
+        """Takes back what runs in favour of `old`. Raises Reverted when that is done."""
+        self._revert(old, Reverted(error.message))
 
     # -- waiting for workers -------------------------------------------------------------------------------------------
 
@@ -306,6 +398,9 @@ class Controller:
 
     def _step(self, step: str, text: str = "") -> None:
         self.journal.write(self._number, self.supervisor.plan.epoch, step, text)
+        if self.underway is not None and step in PHASES:
+            self.underway.step = step
+            self.supervisor.save()
         self._tell(f"{step:<10} {text}")
 
     def step(self, step: str, text: str = "") -> None:

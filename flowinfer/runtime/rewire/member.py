@@ -37,10 +37,16 @@ class Member:
         self.on_probation = False
         self._graft: Graft | None = None
         self._number = 0
+        self._step = ""  # how far the change has come here: prepared, switched, drained
         self._leaving: set[str] = set()
         self._layer: Layer | None = None
         self._waits = False
         self._aborted = 0
+
+    @property
+    def progress(self) -> tuple[int, str]:
+        """The change under way here and how far it has come: prepared, switched, drained; "" while it isn't ready."""
+        return self._number, self._step
 
     def handle(self, event: Event) -> None:
         match event:
@@ -81,13 +87,13 @@ class Member:
         elif number != self._number:
             graft.discard()  # it was abandoned meanwhile
         else:
-            self._graft = graft
+            self._graft, self._step = graft, "prepared"
             self._say(Prepared(number=number))
 
     def _abandon(self) -> None:
         if self._graft is not None:
             self._graft.discard()
-        self._graft, self._number = None, 0
+        self._graft, self._number, self._step = None, 0, ""
 
     # -- switch and drain ----------------------------------------------------------------------------------------------
 
@@ -111,6 +117,7 @@ class Member:
             for name in self._leaving:
                 outbox.leave(name)
         self._aborted = 0
+        self._step = "switched"
         self._say(Switched(number=event.number))
         self._watch()
 
@@ -118,6 +125,7 @@ class Member:
         """Reports once nothing old is left, and looks again until then."""
         self.worker.drain_layers()
         if self._is_drained():
+            self._step = "drained"
             self._say(Drained(number=self._number, aborted=self._aborted))
         elif not self._waits:
             self._waits = True

@@ -22,10 +22,11 @@ class Source(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Service(msgspec.Struct, frozen=True, kw_only=True):
-    """A running service, as its folder tells. pid: of its supervisor."""
+    """A running service, as its folder tells. pid: of `flowinfer run`; controller: of its supervisor."""
 
     name: str
     pid: int
+    controller: int = 0
     address: str = ""
     file: str = ""
 

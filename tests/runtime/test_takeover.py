@@ -1,0 +1,118 @@
+"""A supervisor that dies is followed by another one; what runs goes on, and what it was changing is ended or undone."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import psutil
+import pytest
+from changing import Changing
+from services import Start, loaded, until
+
+from flowinfer.runtime.rewire.protocol import Request
+
+
+@pytest.fixture(autouse=True)
+def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+
+
+def test_requests_go_on_while_one_controller_follows_another(start: Start, tmp_path: Path) -> None:
+    plan = loaded(tmp_path)
+    change = Changing(start(plan, kept=True), plan)
+    change.go_round()
+    before = {name: process.pid for name, process in change.service.workers().items()}
+    change.kill_controller()
+    change.go_round()
+    assert {name: process.pid for name, process in change.service.workers().items()} == before
+    assert change.ask(Request(do="history"))[-1].steps[-1].step == "takeover"
+    assert "was ended by SIGKILL. The workers go on" in change.service.log.read_text()
+    change.check_ends()
+
+
+def test_the_next_controller_supervises_changes_and_ends_as_the_first(start: Start, tmp_path: Path) -> None:
+    plan = loaded(tmp_path)
+    change = Changing(start(plan, kept=True, hung_s=3.0), plan)
+    change.kill_controller()
+    killed = change.service.workers()["middle.0"]
+    killed.kill()  # it's no child of this controller
+    until(lambda: change.service.has_new("middle.0", killed.pid), "a new process")
+    words = "Worker middle.0 died: worker middle.0 was ended by SIGKILL"
+    until(lambda: words in change.service.log.read_text(), "told")
+    hung = change.service.workers()["back.0"]
+    hung.suspend()
+    until(lambda: change.service.has_new("back.0", hung.pid), "a new process")
+    until(lambda: change.service.log.read_text().count("is back.") == 2, "both are back")
+    change.go_round()
+    change.must_apply(plan, "relay")
+    change.kill_controller()
+    change.go_round()
+    assert change.status().epoch == 2
+    assert change.ask(Request(do="rollback"))[-1].text == "There is no change to take back."
+    change.check_ends(allowed=frozenset({"worker_died"}))
+
+
+def test_a_worker_that_dies_without_a_controller_comes_back(start: Start, tmp_path: Path) -> None:
+    plan = loaded(tmp_path)
+    change = Changing(start(plan, kept=True), plan)
+    change.go_round()
+    victim = change.service.workers()["middle.0"]
+    os.kill(change.controller, signal.SIGSTOP)  # it can't see it
+    victim.kill()
+    until(lambda: victim.status() == psutil.STATUS_ZOMBIE, "it's dead")
+    change.kill_controller()
+    until(lambda: change.service.has_new("middle.0", victim.pid), "a new process")
+    change.go_round()
+    change.check_ends(allowed=frozenset({"worker_died"}))
+
+
+def test_a_stop_that_comes_between_two_controllers_drains(start: Start, tmp_path: Path) -> None:
+    plan = loaded(tmp_path, calls=3, gate=str(tmp_path / "gate"))
+    change = Changing(start(plan, kept=True), plan)
+    until(lambda: len(change.service.lines("made")) == 3, "three requests are open")
+    change.service.process.send_signal(signal.SIGTERM)
+    until(lambda: bool(change.service.lines("drain")), "the door knows")
+    os.kill(change.controller, signal.SIGKILL)
+    until(lambda: change.num_resumed() == 1, "another controller")
+    assert change.service.process.poll() is None
+    (tmp_path / "gate").touch()
+    change.service.wait_gone()
+    assert change.service.process.returncode == 0, change.service.log.read_text()
+    assert len(change.service.lines("answered")) == 3
+
+
+def test_nothing_outlives_a_killed_keeper(start: Start, tmp_path: Path) -> None:
+    plan = loaded(tmp_path)
+    change = Changing(start(plan, kept=True), plan)
+    change.go_round(20)
+    assert len(change.service.workers()) == 3
+    change.service.process.kill()
+    change.service.wait_gone()
+
+
+def test_a_controller_that_dies_again_and_again_ends_the_service_with_the_cause(start: Start, tmp_path: Path) -> None:
+    plan = loaded(tmp_path)
+    change = Changing(start(plan, kept=True), plan)
+    for _ in range(4):
+        change.kill_controller()
+    change.go_round(20)
+    os.kill(change.controller, signal.SIGKILL)
+    change.service.wait_gone()
+    assert change.service.process.returncode == 128 + signal.SIGKILL
+    assert "was ended by SIGKILL, the 5th time within 60 s: the service ends" in change.service.log.read_text()
+
+
+def test_a_service_that_cannot_start_ends_with_its_cause(start: Start, tmp_path: Path) -> None:
+    from services import edge, plan_of, stage
+
+    plan = plan_of(
+        [stage("source", "Source", "front", file=str(tmp_path / "notes.txt")), stage("broken", "Broken", "back")],
+        [edge("source", "broken", "Prompt", "prompts")],
+        tmp_path,
+    )
+    service = start(plan, kept=True)
+    service.wait_gone()
+    assert service.process.returncode == 1
+    assert "there is no such model here" in service.log.read_text()
