@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from flowinfer.message import Event
 
 SUPERVISOR = "supervisor"
@@ -31,8 +33,6 @@ class Heartbeat(Event):
 class Stop(Event):
     """Close the stages and exit."""
 
-
-# ------------------------------------------------------------------------------ changes of a running service, by number
 
 class Probe(Event):
     """The message that this producer sent last on the edge was made at `began`, seconds of the host's clock."""
@@ -72,6 +72,8 @@ class TapAsk(Event):
     limit: int = 1_000_000_000
     sample: float = 1.0
 
+
+# ------------------------------------------------------------------------------ changes of a running service, by number
 
 
 class Change(Event):

@@ -25,7 +25,20 @@ from flowinfer.message import (
     WorkerDown,
     WorkerUp,
 )
-from flowinfer.runtime.events import SUPERVISOR, Change, Heartbeat, Opening, Regrant, Stop, Trouble
+from flowinfer.runtime.events import (
+    SUPERVISOR,
+    Census,
+    Change,
+    Heartbeat,
+    Opening,
+    Probe,
+    Ready,
+    Regrant,
+    Running,
+    Stop,
+    TapAsk,
+    Trouble,
+)
 from flowinfer.runtime.group import Group, Host
 from flowinfer.runtime.inbox import Account, Debt, Grants, Inbox
 from flowinfer.runtime.loading import Loader, LoadStage
