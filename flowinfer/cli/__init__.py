@@ -28,6 +28,8 @@ COMMANDS = {
     "replay": Entry("flowinfer.cli.record:replay", "Put a recording through a part of the graph again."),
     "trace": Entry("flowinfer.cli.trace:trace", "Show where one request of a service spent its time."),
     "top": Entry("flowinfer.cli.top:top", "Watch a running service: edges, stages, workers."),
+    "tap": Entry("flowinfer.cli.tap:tap", "Show messages of an edge of a running service."),
+    "logs": Entry("flowinfer.cli.logs:logs", "Show what the stages of a running service have logged."),
     "new": Entry("flowinfer.cli.new:new", "Write the files of a new stage."),
     "compare": Entry("flowinfer.cli.compare:compare", "Tell which of two graphs is better, and by how much."),
     "sweep": Entry("flowinfer.cli.sweep:sweep", "Run one graph at many settings over the same requests."),

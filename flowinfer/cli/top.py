@@ -108,17 +108,21 @@ def head(snapshot: Snapshot) -> str:
 
 
 def _edges(snapshot: Snapshot) -> Table:
-    table = _table("edge", "messages/s", "bytes/s", "queue", "credit", "wait", "blocked")
-    for row in snapshot.edges:
-        cells = [f"{row.rate:.1f}", format_bytes(round(row.bytes_per_s)), f"{row.queue:.0f}", f"{row.credit:.0f}"]
-        table.add_row(row.edge, *cells, _ms(row.wait_s), row.blocked)
+    """Edges between workers first: inside one, an edge is a call, and waits only where its stage may not run."""
+    table = _table("edge", "messages/s", "bytes/s", "queue", "credit", "wait p50", "p95", "blocked")
+    for row in sorted(snapshot.edges, key=lambda row: row.credit is None):
+        size = "call" if row.bytes_per_s is None else format_bytes(round(row.bytes_per_s))
+        cells = [f"{row.rate:.1f}", size, f"{row.queue:.0f}", _count(row.credit)]
+        table.add_row(row.edge, *cells, _ms(row.wait_p50_s), _ms(row.wait_p95_s), row.blocked)
     return table
 
 
 def _stages(snapshot: Snapshot) -> Table:
-    table = _table("stage", "busy", "messages/s", "batch", "waiting", "failed/s")
+    table = _table("stage", "busy", "messages/s", "tokens/s", "batch", "waiting", "memory", "failed/s")
     for row in snapshot.stages:
-        cells = [_percent(row.busy), f"{row.rate:.1f}", _count(row.batch), _count(row.waiting), f"{row.failed:.1f}"]
+        memory = "-" if row.memory is None else format_bytes(round(row.memory / 2**20) * 2**20)
+        cells = [_percent(row.busy), f"{row.rate:.1f}", _count(row.tokens), _count(row.batch), _count(row.waiting)]
+        cells += [memory, f"{row.failed:.1f}"]
         table.add_row(row.stage + (f" ×{row.workers}" if row.workers > 1 else ""), *cells)
     return table
 
@@ -145,7 +149,9 @@ def _table(*heads: str) -> Table:
 
 
 def _ms(seconds: float | None) -> str:
-    return "-" if seconds is None else f"{seconds * 1e3:.1f} ms"
+    if seconds is None:
+        return "-"
+    return f"{seconds:.1f} s" if seconds >= 10 else f"{seconds * 1e3:.1f} ms"
 
 
 def _percent(share: float | None) -> str:

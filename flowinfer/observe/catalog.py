@@ -19,6 +19,9 @@ REQUEST_BUCKETS: Bounds = (
     0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680,
 )
 STEP_BUCKETS: Bounds = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5)
+WAIT_BUCKETS: Bounds = (
+    0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60,
+)
 # fmt: on
 
 # Rows of the dashboard, in order.
@@ -117,6 +120,7 @@ EDGES = (
     _counter("edge_bytes_total", "Bytes sent on an edge between workers.", "Edges", "edge", unit="bytes"),
     _gauge("edge_queue_messages", "Messages waiting at the sender for credit.", "Edges", "edge"),
     _gauge("edge_credit", "Credit left, in the unit of the edge.", "Edges", "edge", "lane"),
+    _seconds("edge_wait_seconds", "From a message's making to its taking; a sample.", "Edges", WAIT_BUCKETS, "edge"),
     _counter("edge_credit_wait_seconds_total", "Time that messages waited for credit.", "Edges", "edge", unit="s"),
     _counter("refused_late_frames_total", "Messages refused: closed id, old epoch or generation.", "Edges", "reason"),
     _counter("malformed_frames_total", "Frames that weren't ours, dropped.", "Edges"),
@@ -125,6 +129,8 @@ EDGES = (
 STAGES = (
     _counter("stage_busy_seconds_total", "Time spent in step().", "Stages", "stage", unit="s"),
     _counter("stage_messages_total", "Messages taken by a stage.", "Stages", "stage"),
+    _counter("stage_tokens_total", "Tokens in the messages that a stage took.", "Stages", "stage"),
+    _gauge("stage_memory_bytes", "Memory that opening the stage took.", "Stages", "stage", unit="bytes"),
     _counter("stage_failures_total", "Requests that failed in a stage.", "Stages", "stage"),
     _seconds("step_seconds", "Duration of one step that had work.", "Stages", STEP_BUCKETS, "stage"),
     _gauge("batch_sequences", "Sequences in the running batch.", "Stages", "stage"),
@@ -182,6 +188,7 @@ WORKERS = (
     _counter("worker_restarts_total", "Times that a worker was started again.", "Workers", "worker"),
     _gauge("worker_resident_bytes", "Resident memory of the process.", "Workers", unit="bytes"),
     _counter("worker_cpu_seconds_total", "Processor time of the process.", "Workers", unit="s"),
+    _counter("log_lines_dropped_total", "Log lines that came too fast, or couldn't be written.", "Workers"),
 )
 
 CATALOG: tuple[Metric, ...] = TRAFFIC + LATENCY + EDGES + STAGES + CACHE + SPECULATION + KV_POOL + TRANSFER + WORKERS

@@ -35,25 +35,36 @@ class Reading(msgspec.Struct):
 
 
 class EdgeRow(msgspec.Struct):
-    """One queue between workers. rate in messages/s; wait in seconds a message spent waiting for credit, on average."""
+    """One edge. rate in messages/s; bytes_per_s and credit only between workers: inside one, an edge is a call.
+
+    wait_p50_s, wait_p95_s: from a message's making to its being taken, None where none was; between workers a sample.
+    blocked: what the messages in the queue wait for.
+    """
 
     edge: str
     rate: float
-    bytes_per_s: float
+    bytes_per_s: float | None
     queue: float
-    credit: float
-    wait_s: float | None
+    credit: float | None
+    wait_p50_s: float | None
+    wait_p95_s: float | None
     blocked: str
 
 
 class StageRow(msgspec.Struct):
-    """One stage. busy: share of the time that its workers spent in it, 0 to 1 a worker; batch: sequences now."""
+    """One stage. busy: share of the time that its workers spent in it, 0 to 1 a worker; batch: sequences now.
+
+    tokens: a second, in what it took (in a loop, what goes round; else in what it sent). memory: bytes by which its
+    workers grew when they opened it; a model that stages share is the first one's.
+    """
 
     stage: str
     workers: int
     busy: float
     rate: float
+    tokens: float | None
     batch: float | None
+    memory: float | None
     waiting: float | None
     failed: float
 
@@ -141,22 +152,43 @@ class _Between:
             self.share("spec_accepted_tokens_total", "spec_draft_tokens_total"),
             self.share("prefix_cache_hits_tokens_total", "prefix_cache_queries_tokens_total"),
             self.rate("refused_late_frames_total"),
-            [self.edge(name) for name in self.after.label_values("edge_messages_total", "edge")],
+            self.edges(),
             [self.stage(name) for name in self.after.label_values("stage_busy_seconds_total", "stage")],
             [self.worker(name) for name in self.after.label_values("worker_up", "worker")],
         )
 
+    def edges(self) -> list[EdgeRow]:
+        rows = [self.edge(name) for name in self.after.label_values("edge_messages_total", "edge")]
+        for row in rows:
+            row.blocked = blocked(row, rows)
+        return rows
+
     def edge(self, name: str) -> EdgeRow:
-        queue, credit = self.after.total("edge_queue_messages", edge=name), self.after.total("edge_credit", edge=name)
+        is_call = self.after.total("edge_credit", edge=name) is None
         return EdgeRow(
             name,
             self.rate("edge_messages_total", edge=name),
-            self.rate("edge_bytes_total", edge=name),
-            queue or 0.0,
-            credit or 0.0,
-            self.share("edge_credit_wait_seconds_total", "edge_messages_total", edge=name),
-            f"on credit of {name.rpartition('-> ')[2]}" if queue else "",
+            None if is_call else self.rate("edge_bytes_total", edge=name),
+            self.after.total("edge_queue_messages", edge=name) or 0.0,
+            self.after.total("edge_credit", edge=name),
+            self.quantile(0.5, "edge_wait_seconds", edge=name),
+            self.quantile(0.95, "edge_wait_seconds", edge=name),
+            "",
         )
+
+    def quantile(self, share: float, name: str, **labels: str) -> float | None:
+        """Of a histogram's growth, straight between the bounds of a bucket, as Prometheus does it."""
+        bounds = sorted({dict(key[1])["le"] for key in self.after.values(f"{name}_bucket", **labels)}, key=float)
+        counts = [self.grown(f"{name}_bucket", **labels, le=bound) for bound in bounds]
+        if not counts or counts[-1] <= 0:
+            return None
+        wanted, below, low = share * counts[-1], 0.0, 0.0
+        for bound, count in zip(bounds, counts, strict=True):
+            high = float(bound)
+            if count >= wanted and count > below:
+                return low if high == float("inf") else low + (high - low) * (wanted - below) / (count - below)
+            below, low = count, high
+        return low
 
     def stage(self, name: str) -> StageRow:
         return StageRow(
@@ -164,7 +196,11 @@ class _Between:
             len(self.after.values("stage_busy_seconds_total", stage=name)),
             self.rate("stage_busy_seconds_total", stage=name),
             self.rate("stage_messages_total", stage=name),
+            None
+            if self.after.total("stage_tokens_total", stage=name) is None
+            else self.rate("stage_tokens_total", stage=name),
             self.after.total("batch_sequences", stage=name),
+            self.after.total("stage_memory_bytes", stage=name),
             self.after.total("queue_prompts", stage=name),
             self.rate("stage_failures_total", stage=name),
         )
@@ -179,6 +215,22 @@ class _Between:
             self.after.total("kv_blocks", worker=name),
             self.after.total("kv_blocks_free", worker=name),
         )
+
+
+def blocked(row: EdgeRow, rows: Iterable[EdgeRow]) -> str:
+    """What an edge waits for: credit of its consumer, or in a worker what that one's own outputs wait for."""
+    by_source = {other.edge.partition(" -> ")[0]: other for other in rows if other.queue and other is not row}
+    seen, at = [row], row
+    while at.queue:
+        consumer = at.edge.rpartition("-> ")[2]
+        if at.credit is not None:
+            return f"on credit of {consumer}" + (f", by {at.edge}" if at is not row else "")
+        following = by_source.get(consumer)
+        if following is None or following in seen:
+            return f"on {consumer}"
+        seen.append(following)
+        at = following
+    return ""
 
 
 def busiest(rows: Iterable[StageRow]) -> str:

@@ -17,6 +17,7 @@ from flowinfer.engine.layout import KVLayout
 from flowinfer.errors import RequestError, StageError
 from flowinfer.graph.plan import API, FRONT, EdgePlan, Plan, StagePlan
 from flowinfer.message import Cancel, Ended, Event, Failure, KVRelease, Message, TraceAsk, TraceTold
+from flowinfer.observe.logs import now
 from flowinfer.runtime.closed import ClosedRequests
 from flowinfer.runtime.context import StageContext
 from flowinfer.runtime.inbox import Debt
@@ -24,6 +25,7 @@ from flowinfer.runtime.loading import Loader, make_config, stage_error
 from flowinfer.runtime.outbox import Outbox
 from flowinfer.runtime.rewire.graft import Layer, forked
 from flowinfer.runtime.stage_run import FusedEdge, Put, StageRun, request_ids
+from flowinfer.runtime.stats import resident_bytes
 from flowinfer.runtime.trace import Trace
 from flowinfer.stage import Arena, Clock
 
@@ -109,12 +111,22 @@ class Group:
         for index, run in enumerate(self.runs):
             progress(run.name)
             try:
-                run.stage.open()
+                self._open(run)
             except Exception as error:
                 self.close_runs(self.runs[:index])
                 raise stage_error(run.plan, error) from error
 
     def close(self) -> None:
+    def _open(self, run: StageRun) -> None:
+        now.stage = run.name
+        began, before = time.perf_counter(), resident_bytes()
+        try:
+            run.stage.open()
+        finally:
+            now.stage = ""
+        run.memory = max(0, resident_bytes() - before)
+        log.info("stage %s opened in %.2f s", run.name, time.perf_counter() - began, extra={"stage": run.name})
+
         """Closes the stages, last first, and the thread pool."""
         self.close_runs(self.runs)
         if self._pool is not None:
@@ -174,6 +186,7 @@ class Group:
         started = time.perf_counter()
         self._hand = inputs
         try:
+        now.stage = run.name
             messages = run.stage.step(*inputs)  # type: ignore[attr-defined]
             if messages is not None:
                 self._route(run, messages)
@@ -182,6 +195,7 @@ class Group:
             self._contain(run, inputs, error)
         self._hand = ()
         ended = time.perf_counter()
+        now.stage = ""
         run.busy_s += ended - started
         if self.trace is not None:
             self.trace.add(run.name, inputs, started, ended)
@@ -264,6 +278,7 @@ class Group:
     # -- changes of the graph ------------------------------------------------------------------------------------------
 
     def outbox_of(self, edge: str) -> Outbox:
+        now.stage = run.name if run is not None else ""
         """The outbox of an edge to another worker; here there are none."""
         raise KeyError(edge)
 
@@ -275,6 +290,7 @@ class Group:
         self._listeners.clear()
 
     def drain_layers(self) -> list[Layer]:
+        now.stage = ""
         """Closes what no request needs any more; returns the layers that have drained now."""
         drained = [layer for layer in self.layers if layer.is_drained(self.open_requests)]
         for layer in drained:
@@ -342,6 +358,7 @@ class Group:
         new = self.closed.add(requests, self.clock.now())
         for request in new:
             self.open_requests.pop(request, None)
+        log.info("request %s failed in stage %s: %d %s", request, stage, error.status, error, extra={"stage": stage})
         gone = frozenset(new)
         for run in self.runs if gone else ():
             for inbox in run.inboxes.values():
@@ -397,7 +414,7 @@ class Group:
                 self._done.append((run, lambda: then(outcome), hand))
                 self.wake()
 
-        self._pool.submit(fn).add_done_callback(finished)
+        self._pool.submit(_for_stage, run, fn).add_done_callback(finished)
 
     def call_at(self, run: StageRun | None, when: float, work: Work, request: str = "") -> None:
         heapq.heappush(self._timers, (when, next(self._order), run, work, (request,) if request else self._hand))
@@ -423,9 +440,15 @@ def _ids_of(hand: Hand) -> list[str]:
     return [id for one in hand for id in ([one] if isinstance(one, str) else request_ids(one))]
 
 
-def _all(edges: Iterable[FusedEdge | Outbox]) -> Put:
-    """One put into all of these edges."""
-    puts = tuple(edge.put for edge in edges)
+def _for_stage(run: StageRun | None, fn: Callable[[], Any]) -> Any:
+    """Runs fn in a thread of the pool; what it logs is the stage's."""
+    now.stage = run.name if run is not None else ""
+    return fn()
+
+
+def _all(ways: Iterable[Put]) -> Put:
+    """One put that is all of these."""
+    puts = tuple(ways)
 
     def put(message: Message) -> None:
         for one in puts:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from flowinfer.message import Credit, Message
+from flowinfer.runtime.waits import Waits
 
 # Small amounts wait this long for more, so that a slow edge pays for one event and not for each message.
 BACK_AFTER_S = 0.01
@@ -45,13 +46,17 @@ def ids_of(messages: Sequence[Any]) -> tuple[str, ...]:
 class Inbox:
     """Messages of one parameter of `step`."""
 
-    __slots__ = ("debts", "held", "messages", "num_taken")
+    __slots__ = ("debts", "has_tokens", "held", "messages", "num_taken", "num_tokens", "probes", "waits")
 
-    def __init__(self) -> None:
+    def __init__(self, *, has_tokens: bool = False) -> None:
         self.messages: list[Message] = []  # stays the same object: edges inside the worker append to it directly
         self.debts: list[Debt] = []
         self.held: dict[tuple[str, str], Debt] = {}  # by port and request
         self.num_taken = 0
+        self.has_tokens = has_tokens
+        self.num_tokens = 0  # in messages that were taken
+        self.waits = Waits()
+        self.probes: list[float] = []  # when messages that wait here were made, by the clock; a sample
 
     def take(self) -> tuple[list[Message], list[Debt]]:
         """All messages, with the debts that are settled by passing them on."""
@@ -59,6 +64,9 @@ class Inbox:
         if messages:
             self.messages.clear()
             self.num_taken += len(messages)
+            if self.has_tokens:
+                for message in messages:
+                    self.num_tokens += len(message.tokens)  # type: ignore[attr-defined]
         if debts:
             self.debts = []
         return messages, debts

@@ -12,10 +12,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from flowinfer.graph.plan import EdgePlan
-from flowinfer.message import Message
+from flowinfer.message import Message, type_registry
 from flowinfer.runtime.dispatch import Consumer, Dispatch, Head, make_dispatch, rendezvous
+from flowinfer.runtime.waits import PROBE_EVERY_S
 
 MAX_BATCH = 64  # messages a frame: hides the cost of a frame, and the receiver works on one while the next is made
+Probe = Callable[[str, EdgePlan, float], None]  # instance, edge, when the message that was just sent was made
 Send = Callable[[str, EdgePlan, str, Sequence[Message], int], None]  # instance, edge, lane, messages, cost of each
 
 
@@ -31,7 +33,14 @@ class Reservation:
 class Outbox:
     """Outbox of one edge in one producer instance."""
 
-    def __init__(self, edge: EdgePlan, send: Send, now: Callable[[], float], dispatch: Dispatch | None = None) -> None:
+    def __init__(
+        self,
+        edge: EdgePlan,
+        send: Send,
+        now: Callable[[], float],
+        dispatch: Dispatch | None = None,
+        probe: Probe | None = None,
+    ) -> None:
         self.edge = edge
         self.waiting = 0
         self.num_sent = 0
@@ -47,6 +56,13 @@ class Outbox:
         self._bound: dict[str, deque[tuple[Message, Reservation | None]]] = {}
         self._reserved: dict[str, Reservation] = {}
         self._by_bucket = len(edge.lanes) > 1
+        self.num_tokens = 0
+        self.has_tokens = has_tokens(type_registry.get(edge.message))
+        self._probe = probe
+        self._probing = probe is not None  # the next message is the sample
+        self._probe_at = 0.0  # when there may be the next sample
+        self._sample: Message | None = None
+        self._sample_at = 0.0
         self._simple = not self._by_bucket and edge.dispatch not in ("hash", "prefix")
 
     @property
@@ -56,6 +72,8 @@ class Outbox:
     def put(self, message: Message) -> None:
         """Queues a message; `flush` sends it."""
         self.waiting += 1
+        if self._probing:
+            self._probing, self._sample, self._sample_at = False, message, self._now()
         if self._simple and not self._reserved:
             self._default.append(message)
         else:
@@ -168,14 +186,24 @@ class Outbox:
         consumer.outstanding += total
         self.waiting -= len(batch)
         self.num_sent += len(batch)
+        if self.has_tokens:
+            for message in batch:
+                self.num_tokens += len(message.tokens)  # type: ignore[attr-defined]
         if len(batch) == 1 or len(set(map(type, batch))) == 1:
             self._send(consumer.name, self.edge, lane, batch, cost)
         else:  # a frame holds one type; subclasses on one edge are rare
             for message in batch:
                 self._send(consumer.name, self.edge, lane, [message], cost)
+        if self._sample is not None and any(message is self._sample for message in batch):
+            self._send_sample(consumer.name)
         if hasattr(batch[0], "id"):
             for message in batch:
                 consumer.sent.setdefault(message.id, 0.0)  # type: ignore[attr-defined]
+
+    def _send_sample(self, instance: str) -> None:
+        if self._probe is not None:
+            self._probe(instance, self.edge, self._sample_at)
+        self._sample, self._probe_at = None, self._sample_at + PROBE_EVERY_S
 
     def _note_wait(self) -> None:
         if self.waiting and self._blocked_at is None:
@@ -193,6 +221,8 @@ class Outbox:
             consumer = self.consumers[name] = Consumer(name, generation)
         elif consumer.generation > generation:
             return
+        if self._sample is None and self._probe is not None and self._now() >= self._probe_at:
+            self._probing = True
         consumer.credit[lane] = consumer.credit.get(lane, 0) + amount
         consumer.outstanding = max(0, consumer.outstanding - amount)
         for request in ids:
@@ -293,7 +323,14 @@ class Outbox:
                 if pair[1] is not None:
                     self._return(pair[1])
         self.waiting -= len(dropped)
+        if self._sample is not None and any(message is self._sample for message in dropped):
+            self._sample = None
         return dropped
+
+
+def has_tokens(message: type[Message] | None) -> bool:
+    """Whether messages of this type carry token ids."""
+    return message is not None and "tokens" in message.__struct_fields__
 
 
 def _head(queue: deque[Message]) -> Head:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from flowinfer.graph.plan import API, EdgePlan, StagePlan
 from flowinfer.message import Message
 from flowinfer.runtime.inbox import Debt, Inbox
-from flowinfer.runtime.outbox import Outbox
+from flowinfer.runtime.outbox import Outbox, has_tokens
 from flowinfer.stage import Stage, ports
 
 if TYPE_CHECKING:
@@ -51,6 +51,7 @@ class StageRun:
         self.stage = stage
         self.held = held
         self.inboxes = {name: Inbox() for name in names}
+        self.inboxes = {name: Inbox(has_tokens=has_tokens(self.input_types.get(name))) for name in names}
         self.input_types = {port.name: port.message for port in inputs}
         self.output_types = {port.name: port.message.__name__ for port in outputs}
         self.outputs: Outputs = {}
@@ -61,6 +62,8 @@ class StageRun:
         self.failures = 0  # steps in a row that broke
         self.num_failed = 0
         self.num_steps = 0
+        self.memory = 0  # bytes by which the process grew while the stage was opened
+        self.timed = False  # something in the inboxes has a time of its making, or couldn't be taken
         self.busy_s = 0.0
         self._lists = [inbox.messages for inbox in self.inboxes.values()]
         self._gates: list[FusedEdge | Outbox] = []
@@ -109,7 +112,10 @@ class StageRun:
         """
         for messages in self._lists:
             if messages:
-                return self._is_api or not self.gated
+                if self._is_api or not self.gated:
+                    return True
+                self._note_stay()
+                return False
         return self.stage.busy and (self._is_api or not self.gated)
 
     @property
@@ -131,6 +137,8 @@ class StageRun:
             inputs.append(messages)
             debts += settled
         return inputs, debts
+        if self.timed:
+            self._note_waits()
 
     def full(self, output: str) -> bool:
         """True while an edge of this output port is full."""
@@ -142,6 +150,32 @@ class StageRun:
             if isinstance(edge, Outbox):
                 return edge
         return None
+    def probe(self, port: str, began: float) -> None:
+        """The message that was last received here was made then."""
+        inbox, now = self.inboxes[port], self.context.clock.now()
+        if inbox.messages:
+            inbox.probes.append(began)
+            self.timed = True
+        else:
+            inbox.waits.observe(max(0.0, now - began))
+
+    def _note_stay(self) -> None:
+        self.timed = True
+        for inbox in self.inboxes.values():
+            inbox.waits.stay(len(inbox.messages), self.context.clock.now())
+
+    def _note_waits(self) -> None:
+        self.timed = False
+        now = self.context.clock.now()
+        for inbox in self.inboxes.values():
+            if inbox.probes:
+                for began in inbox.probes:
+                    inbox.waits.observe(max(0.0, now - began))
+                inbox.probes.clear()
+                inbox.waits.stays.clear()  # between workers, the sample speaks for all
+            else:
+                inbox.waits.leave(now)
+
 
     def edges_for(self, kind: type[Message], outputs: Outputs | None = None) -> list[FusedEdge | Outbox]:
         """The edges that take a message of this class: those of its own name, else of its nearest base."""

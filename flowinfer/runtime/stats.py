@@ -12,6 +12,7 @@ from flowinfer.observe import metrics
 
 if TYPE_CHECKING:
     from flowinfer.runtime.group import Group
+    from flowinfer.runtime.stage_run import StageRun
     from flowinfer.runtime.worker import Worker
 
 Sample = tuple[str, dict[str, str], float]
@@ -34,6 +35,23 @@ def _edges(worker: Worker) -> Iterator[Sample]:
         for lane in outbox.edge.lanes:
             credit = sum(consumer.credit.get(lane, 0) for consumer in outbox.consumers.values())
             yield "edge_credit", {"edge": name, "lane": lane}, float(credit)
+    for name, (edge, _, _) in worker.inputs.items():
+        if edge.target in worker.by_name:
+            yield from worker.by_name[edge.target].inboxes[edge.port].waits.samples(name)
+    yield from _calls(worker)
+
+
+def _calls(group: Group) -> Iterator[Sample]:
+    """Edges whose ends are both here. Where several end in one port, they are told as one."""
+    ends: dict[tuple[str, str], list[str]] = {}
+    for edge in group.plan.edges:
+        if edge.source in group.by_name and edge.target in group.by_name:
+            ends.setdefault((edge.target, edge.port), []).append(edge.name)
+    for (target, port), names in ends.items():
+        inbox, name = group.by_name[target].inboxes[port], " + ".join(names)
+        yield "edge_messages_total", {"edge": name}, float(inbox.num_taken)
+        yield "edge_queue_messages", {"edge": name}, float(len(inbox.messages))
+        yield from inbox.waits.samples(name, inbox.num_taken)
 
 
 def _stages(group: Group) -> Iterator[Sample]:
@@ -42,6 +60,18 @@ def _stages(group: Group) -> Iterator[Sample]:
         yield "stage_busy_seconds_total", labels, run.busy_s
         yield "stage_messages_total", labels, float(sum(inbox.num_taken for inbox in run.inboxes.values()))
         yield "stage_failures_total", labels, float(run.num_failed)
+        yield "stage_memory_bytes", labels, float(run.memory)
+        if (tokens := _tokens(group, run)) is not None:
+            yield "stage_tokens_total", labels, float(tokens)
+
+
+def _tokens(group: Group, run: StageRun) -> int | None:
+    """Tokens in what a stage took, in a loop those that go round; where its inputs have none, in what it sent."""
+    loops = {edge.port for edge in group.plan.edges if edge.back and edge.target == run.name}
+    inboxes = [inbox for port, inbox in run.inboxes.items() if not loops or port in loops]
+    taken = [inbox.num_tokens for inbox in inboxes if inbox.has_tokens]
+    given = [outbox.num_tokens for outbox in run.outboxes if outbox.has_tokens]
+    return sum(taken) if taken else sum(given) if given else None
 
 
 def _late(worker: Worker) -> Iterator[Sample]:

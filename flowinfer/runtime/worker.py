@@ -48,6 +48,7 @@ from flowinfer.runtime.rewire.member import Member
 from flowinfer.runtime.rewire.split import split
 from flowinfer.runtime.stage_run import StageRun
 from flowinfer.runtime.stats import samples
+from flowinfer.runtime.tap import Taps
 from flowinfer.stage import Clock
 
 log = logging.getLogger("flowinfer.worker")
@@ -86,13 +87,14 @@ class Worker(Group):
         super().__init__(plan, stages, host, load, name=channel.name, generation=channel.generation, clock=clock)
         self.member = Member(self)
 
+        self.taps = Taps(self)
     def wire(self, edge: EdgePlan) -> None:
         """Fused edges as in a group; of the others, the half that is here."""
         source, target = self.by_name.get(edge.source), self.by_name.get(edge.target)
         if source is not None and target is not None:
             super().wire(edge)
         elif source is not None:
-            outbox = self.outputs[edge.name] = Outbox(edge, self._send, self.clock.now)
+            outbox = self.outputs[edge.name] = Outbox(edge, self._send, self.clock.now, probe=self._send_probe)
             source.add_output(outbox)
         elif target is not None:
         self._supervisor = 1  # its generation: one more each time that another one takes over
@@ -162,6 +164,9 @@ class Worker(Group):
         """Sends an event to one worker, or to all; to this one, after the step."""
         if to is None:
             self._events.append(event)
+    def _send_probe(self, instance: str, edge: EdgePlan, began: float) -> None:
+        self.channel.send_event(instance, Probe(edge=edge.name, began=began))
+
             for peer in self.peers:
                 self.channel.send_event(peer, event)
         elif to == self.name:
@@ -372,12 +377,24 @@ class Worker(Group):
                 outbox.connect(up.worker, up.generation)
                 outbox.flush()
 
+        elif isinstance(event, Census):
+            self._tell_running()
+        elif isinstance(event, TapAsk):
+            self.taps.ask(event)
+        elif isinstance(event, Probe):
+            self._take_probe(event)
     def _disconnect(self, down: WorkerDown) -> None:
     def _is_known(self, event: Event) -> bool:
         """True for what a supervisor that took over says once more."""
         if isinstance(event, WorkerUp):
             return self.peers.get(event.worker) == event.generation
         return isinstance(event, WorkerDown) and event.generation <= self._dead.get(event.worker, 0)
+    def _take_probe(self, probe: Probe) -> None:
+        if probe.edge in self.inputs:
+            edge, _, _ = self.inputs[probe.edge]
+            if edge.target in self.by_name:
+                self.by_name[edge.target].probe(edge.port, probe.began)
+
 
         self._dead[down.worker] = max(down.generation, self._dead.get(down.worker, 0))
         if self._is_known(event):
@@ -390,12 +407,6 @@ class Worker(Group):
         for outbox in self.outputs.values():
             for request in outbox.drop(down.worker, down.generation):
                 if request not in self.closed:
-        elif isinstance(event, Census):
-            self._tell_running()
-        elif isinstance(event, TapAsk):
-            self.taps.ask(event)
-        elif isinstance(event, Probe):
-            self._take_probe(event)
                     message = f"Worker {down.worker} died while it held the request. Send it again."
                     error = RequestError(503, message, code="worker_died", retry_after_s=1.0)
                     self.fail(outbox.edge.target, request, error)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 from collections.abc import Collection, Iterable
@@ -198,6 +199,13 @@ class CallRelay(Stage):
 
     def step(self, calls: list[Call]) -> Iterable[Call]:
         return calls
+
+
+class Talker(CallRelay):
+    """Passes calls on, and logs when it begins."""
+
+    def open(self) -> None:
+        logging.getLogger(__name__).warning("relay begins")
 
 
 class Answerer(Stage):

@@ -135,6 +135,27 @@ def test_a_full_queue_stops_each_stage_before_it_and_loses_nothing() -> None:
         assert all(len(got) == 1 for got in outcomes.got.values())
 
 
+def test_the_time_for_which_a_stage_may_not_run_is_the_wait_of_what_came_in(clock: FakeClock) -> None:
+    with service_of(clock, capacity=2) as service:
+        outcomes, gate = Outcomes(service), _Gate()
+        text = service.group.by_name["text"]
+        text._gates.append(gate)  # type: ignore[arg-type]
+        outcomes.submit("r1")
+        service.run_until_idle()
+        clock.advance(3.0)
+        outcomes.submit("r2")
+        service.run_until_idle()
+        clock.advance(1.0)
+        gate.full = False
+        service.run_until_idle()
+        outcomes.submit("r3")
+        service.run_until_idle()
+        waits = text.inboxes["prompts"].waits
+        samples = {(name, labels.get("le")): value for name, labels, value in waits.samples("middle -> text", 3)}
+        assert samples["edge_wait_seconds_sum", None] == pytest.approx(4.0 + 1.0)
+        assert [samples["edge_wait_seconds_bucket", le] for le in ("0.0001", "1.0", "5.0")] == [1, 2, 3]
+
+
 class _Gate:
     full = True
 

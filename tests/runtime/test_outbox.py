@@ -286,3 +286,34 @@ def test_prefix_goes_on_without_the_holder() -> None:
     outbox.drop("b.1", 1)
     put(outbox, hinted("r", ["b.1"] * 10))
     assert wire.sent == [("b.0", "", "r", 1)]
+
+
+def test_a_sample_goes_out_right_behind_its_message_with_the_time_of_its_making() -> None:
+    now, log = [10.0], list[tuple[str, object]]()
+    outbox = Outbox(
+        EDGE,
+        lambda instance, edge, lane, messages, cost: log.extend(("sent", m.id) for m in messages),  # type: ignore[attr-defined]
+        lambda: now[0],
+        probe=lambda instance, edge, began: log.append((instance, began)),
+    )
+    outbox.connect("b.0", 1)
+    put(outbox, prompt("r0"), prompt("r1"))  # without credit
+    now[0] = 12.0
+    outbox.credit("b.0", 1, "", 1, ())
+    outbox.flush()
+    assert log == [("sent", "r0"), ("b.0", 10.0)]
+    outbox.credit("b.0", 1, "", 8, ["r0"])
+    outbox.flush()
+    put(outbox, prompt("r2"))
+    assert log[2:] == [("sent", "r1"), ("sent", "r2"), ("b.0", 12.0)], "r1 was made before there could be another"
+
+
+def test_a_sample_that_is_cancelled_makes_room_for_the_next() -> None:
+    probes: list[float] = []
+    outbox = Outbox(EDGE, Wire(), lambda: 5.0, probe=lambda instance, edge, began: probes.append(began))
+    outbox.connect("b.0", 1)
+    put(outbox, prompt("gone"))
+    outbox.cancel({"gone"})
+    outbox.credit("b.0", 1, "", 4, ())
+    put(outbox, prompt("r1"))
+    assert probes == [5.0]

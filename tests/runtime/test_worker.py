@@ -30,6 +30,7 @@ from flowinfer.message import (
     WorkerUp,
 )
 from flowinfer.runtime.clock import FakeClock
+from flowinfer.runtime.events import Probe
 from flowinfer.runtime.group import GRACE_S, Host
 from flowinfer.runtime.inbox import BACK_AFTER_S
 from flowinfer.runtime.worker import Worker
@@ -352,3 +353,20 @@ def test_a_socket_path_that_is_too_long_says_so(tmp_path: Path) -> None:
     with pytest.raises(TransportError, match="longer than 107 bytes"):
         channel.bind_ipc(tmp_path)
     channel.close()
+
+
+def test_a_probe_tells_how_long_its_message_waited_until_it_was_taken(
+    make: Make, front: Peer, clock: FakeClock
+) -> None:
+    worker = make(Taker)
+    front.told(Credit)
+    worker._take_data(frame("r1"))
+    began = clock.now() - 0.3  # at the sender, and on the way
+    worker._take_data([(Header("Probe", "front.0", 1), [Probe(edge="source -> sink", began=began)])])
+    clock.advance(0.7)
+    worker.turn()
+    waits = worker.by_name["sink"].inboxes["prompts"].waits
+    samples = {(name, labels.get("le")): value for name, labels, value in waits.samples("source -> sink")}
+    assert samples["edge_wait_seconds_count", None] == 1
+    assert samples["edge_wait_seconds_sum", None] == pytest.approx(1.0)
+    assert not worker.by_name["sink"].timed

@@ -7,8 +7,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from flowinfer.errors import FlowInferError
 from flowinfer.graph.diff import Diff
+from flowinfer.runtime.events import TapAsk
 from flowinfer.runtime.rewire.protocol import Reply, Request
 
 if TYPE_CHECKING:
@@ -27,6 +30,9 @@ def _answer(supervisor: Supervisor, request: Request, tell: Callable[[str], None
     controller = supervisor.controller
     if request.do == "history":
         return Reply(last=True, steps=tuple(controller.journal.read()))
+    if request.do == "tap" and request.tap is not None:
+        supervisor.tell_all(TapAsk(**msgspec.structs.asdict(request.tap)))
+        return Reply(last=True)
     if request.do == "rollback":
         controller.rollback(tell, drain_s=request.drain_s, probation_s=request.probation_s)
     elif request.plan is not None and request.do == "plan":

@@ -31,6 +31,16 @@ class Service(msgspec.Struct, frozen=True, kw_only=True):
     file: str = ""
 
 
+class Tap(msgspec.Struct, frozen=True, kw_only=True):
+    """A look at an edge: the fields of TapAsk."""
+
+    edge: str
+    to: str
+    where: str = ""
+    limit: int = 1_000_000_000
+    sample: float = 1.0
+
+
 class Request(msgspec.Struct, frozen=True, kw_only=True):
     """What the service is asked. plan: what it shall become.  renew: stages to build anew even if nothing differs.
 
@@ -38,13 +48,14 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     probation_s: how long after the switch a stage that breaks leads back to the plan before.
     """
 
-    do: Literal["status", "plan", "apply", "rollback", "history"]
+    do: Literal["status", "plan", "apply", "rollback", "history", "tap"]
     plan: Plan | None = None
     source: Source = Source()
     renew: tuple[str, ...] = ()
     note: str = ""
     drain_s: float | None = None
     probation_s: float = 2.0
+    tap: Tap | None = None
 
 
 class Step(msgspec.Struct, frozen=True, kw_only=True):
