@@ -31,12 +31,10 @@ from flowinfer.runtime.events import (
     Change,
     Heartbeat,
     Opening,
-    Probe,
     Ready,
     Regrant,
     Running,
     Stop,
-    TapAsk,
     Trouble,
 )
 from flowinfer.runtime.group import Group, Host
@@ -48,7 +46,6 @@ from flowinfer.runtime.rewire.member import Member
 from flowinfer.runtime.rewire.split import split
 from flowinfer.runtime.stage_run import StageRun
 from flowinfer.runtime.stats import samples
-from flowinfer.runtime.tap import Taps
 from flowinfer.stage import Clock
 
 log = logging.getLogger("flowinfer.worker")
@@ -82,22 +79,21 @@ class Worker(Group):
         self._moved: list[str] = []
         self._epochs: dict[str, int] = {}  # by lane and sender: the newest of its frames
         self._first_epoch = plan.epoch
+        self._supervisor = 1  # its generation: one more each time that another one takes over
         self._draining = self._stopping = False
         stages = [plan.stages[stage] for stage in plan.workers[worker].stages]
         super().__init__(plan, stages, host, load, name=channel.name, generation=channel.generation, clock=clock)
         self.member = Member(self)
 
-        self.taps = Taps(self)
     def wire(self, edge: EdgePlan) -> None:
         """Fused edges as in a group; of the others, the half that is here."""
         source, target = self.by_name.get(edge.source), self.by_name.get(edge.target)
         if source is not None and target is not None:
             super().wire(edge)
         elif source is not None:
-            outbox = self.outputs[edge.name] = Outbox(edge, self._send, self.clock.now, probe=self._send_probe)
+            outbox = self.outputs[edge.name] = Outbox(edge, self._send, self.clock.now)
             source.add_output(outbox)
         elif target is not None:
-        self._supervisor = 1  # its generation: one more each time that another one takes over
             producers = self.plan.workers[self.plan.stages[edge.source].worker].replicas
             self.grants.share(edge.name, edge.capacity // producers)
             held = edge.port if edge.port in target.held else ""
@@ -132,6 +128,10 @@ class Worker(Group):
     def announce_opening(self, stage: str) -> None:
         self.channel.send_event(SUPERVISOR, Opening(stage=stage))
 
+    def announce_ready(self) -> None:
+        data, control = self.channel.endpoints
+        self.channel.send_event(SUPERVISOR, Ready(data=data, control=control, schema=schema_digest()))
+
     def wake(self) -> None:
         self.channel.wake()
 
@@ -151,10 +151,6 @@ class Worker(Group):
             self.outputs[edge.name].bytes_sent += self.channel.send(instance, edge.name, lane, messages, cost)
         except CodecError as error:
             log.error("%s: edge %s: %s", self.name, edge.name, error)
-    def announce_ready(self) -> None:
-        data, control = self.channel.endpoints
-        self.channel.send_event(SUPERVISOR, Ready(data=data, control=control, schema=schema_digest()))
-
             for message in messages:
                 if hasattr(message, "id"):
                     self.fail(edge.source, message.id, RequestError(500, str(error), code="not_sendable"))
@@ -164,9 +160,6 @@ class Worker(Group):
         """Sends an event to one worker, or to all; to this one, after the step."""
         if to is None:
             self._events.append(event)
-    def _send_probe(self, instance: str, edge: EdgePlan, began: float) -> None:
-        self.channel.send_event(instance, Probe(edge=edge.name, began=began))
-
             for peer in self.peers:
                 self.channel.send_event(peer, event)
         elif to == self.name:
@@ -191,6 +184,8 @@ class Worker(Group):
         return ""
 
     def _take_events(self, header: Header, events: Sequence[Message], lane: str = "e") -> None:
+        if header.sender == SUPERVISOR and header.generation > self._supervisor:
+            self._meet(header)
         if reason := self._stale(header, lane):
             self.num_late[reason] = self.num_late.get(reason, 0) + len(events)
             return
@@ -202,30 +197,6 @@ class Worker(Group):
             elif isinstance(event, Event):
                 self.handle(event)
 
-    def _take_credit(self, header: Header, credit: Credit) -> None:
-        outbox = self.outputs.get(credit.edge)
-        if outbox is not None:
-            outbox.credit(header.sender, header.generation, credit.lane, credit.amount, credit.ids)
-            outbox.flush()
-
-    def _take_regrant(self, header: Header, grant: Regrant) -> None:
-        if outbox := self.outputs.get(grant.edge):
-            outbox.regrant(header.sender, header.generation, grant.lane, grant.amount)
-            outbox.flush()
-
-        if header.sender == SUPERVISOR and header.generation > self._supervisor:
-            self._meet(header)
-    def _take_data(self, frames: Sequence[Received]) -> None:
-        for header, messages in frames:
-            if header.edge == "":
-                self._take_events(header, messages, "d")
-            elif reason := self._stale(header, "d"):
-                for message in messages:
-                    self.refuse(message, reason)
-            elif header.edge in self.inputs:
-                self._deliver(header, messages)
-            else:
-                self.num_late["edge"] = self.num_late.get("edge", 0) + len(messages)
     def _meet(self, header: Header) -> None:
         """Another supervisor: what its predecessor said and comes only now is refused, and its epochs begin anew."""
         self._supervisor = header.generation
@@ -240,6 +211,28 @@ class Worker(Group):
         running.number, running.step = number, step
         self.channel.send_event(SUPERVISOR, running)
 
+    def _take_credit(self, header: Header, credit: Credit) -> None:
+        outbox = self.outputs.get(credit.edge)
+        if outbox is not None:
+            outbox.credit(header.sender, header.generation, credit.lane, credit.amount, credit.ids)
+            outbox.flush()
+
+    def _take_regrant(self, header: Header, grant: Regrant) -> None:
+        if outbox := self.outputs.get(grant.edge):
+            outbox.regrant(header.sender, header.generation, grant.lane, grant.amount)
+            outbox.flush()
+
+    def _take_data(self, frames: Sequence[Received]) -> None:
+        for header, messages in frames:
+            if header.edge == "":
+                self._take_events(header, messages, "d")
+            elif reason := self._stale(header, "d"):
+                for message in messages:
+                    self.refuse(message, reason)
+            elif header.edge in self.inputs:
+                self._deliver(header, messages)
+            else:
+                self.num_late["edge"] = self.num_late.get("edge", 0) + len(messages)
         if self._moved:
             self._announce()
 
@@ -347,7 +340,15 @@ class Worker(Group):
 
     # -- peers ---------------------------------------------------------------------------------------------------------
 
+    def _is_known(self, event: Event) -> bool:
+        """True for what a supervisor that took over says once more."""
+        if isinstance(event, WorkerUp):
+            return self.peers.get(event.worker) == event.generation
+        return isinstance(event, WorkerDown) and event.generation <= self._dead.get(event.worker, 0)
+
     def handle(self, event: Event) -> None:
+        if self._is_known(event):
+            return
         if isinstance(event, WorkerUp):
             self._connect(event)
         elif isinstance(event, WorkerDown):
@@ -356,6 +357,8 @@ class Worker(Group):
             self._stopping = True
         elif isinstance(event, Change):
             self.member.handle(event)
+        elif isinstance(event, Census):
+            self._tell_running()
         super().handle(event)
         if isinstance(event, Drain):
             self.call_at(None, self.clock.now() + DRAIN_CHECK_S, self._check_drained)
@@ -377,28 +380,8 @@ class Worker(Group):
                 outbox.connect(up.worker, up.generation)
                 outbox.flush()
 
-        elif isinstance(event, Census):
-            self._tell_running()
-        elif isinstance(event, TapAsk):
-            self.taps.ask(event)
-        elif isinstance(event, Probe):
-            self._take_probe(event)
     def _disconnect(self, down: WorkerDown) -> None:
-    def _is_known(self, event: Event) -> bool:
-        """True for what a supervisor that took over says once more."""
-        if isinstance(event, WorkerUp):
-            return self.peers.get(event.worker) == event.generation
-        return isinstance(event, WorkerDown) and event.generation <= self._dead.get(event.worker, 0)
-    def _take_probe(self, probe: Probe) -> None:
-        if probe.edge in self.inputs:
-            edge, _, _ = self.inputs[probe.edge]
-            if edge.target in self.by_name:
-                self.by_name[edge.target].probe(edge.port, probe.began)
-
-
         self._dead[down.worker] = max(down.generation, self._dead.get(down.worker, 0))
-        if self._is_known(event):
-            return
         if self.peers.get(down.worker, 0) > down.generation:
             return
         self.peers.pop(down.worker, None)
