@@ -31,10 +31,12 @@ from flowinfer.runtime.events import (
     Change,
     Heartbeat,
     Opening,
+    Probe,
     Ready,
     Regrant,
     Running,
     Stop,
+    TapAsk,
     Trouble,
 )
 from flowinfer.runtime.group import Group, Host
@@ -46,6 +48,7 @@ from flowinfer.runtime.rewire.member import Member
 from flowinfer.runtime.rewire.split import split
 from flowinfer.runtime.stage_run import StageRun
 from flowinfer.runtime.stats import samples
+from flowinfer.runtime.tap import Taps
 from flowinfer.stage import Clock
 
 log = logging.getLogger("flowinfer.worker")
@@ -84,6 +87,7 @@ class Worker(Group):
         stages = [plan.stages[stage] for stage in plan.workers[worker].stages]
         super().__init__(plan, stages, host, load, name=channel.name, generation=channel.generation, clock=clock)
         self.member = Member(self)
+        self.taps = Taps(self)
 
     def wire(self, edge: EdgePlan) -> None:
         """Fused edges as in a group; of the others, the half that is here."""
@@ -91,7 +95,7 @@ class Worker(Group):
         if source is not None and target is not None:
             super().wire(edge)
         elif source is not None:
-            outbox = self.outputs[edge.name] = Outbox(edge, self._send, self.clock.now)
+            outbox = self.outputs[edge.name] = Outbox(edge, self._send, self.clock.now, probe=self._send_probe)
             source.add_output(outbox)
         elif target is not None:
             producers = self.plan.workers[self.plan.stages[edge.source].worker].replicas
@@ -155,6 +159,9 @@ class Worker(Group):
                 if hasattr(message, "id"):
                     self.fail(edge.source, message.id, RequestError(500, str(error), code="not_sendable"))
             self.outputs[edge.name].credit(instance, self.peers.get(instance, 0), lane, cost * len(messages), ())
+
+    def _send_probe(self, instance: str, edge: EdgePlan, began: float) -> None:
+        self.channel.send_event(instance, Probe(edge=edge.name, began=began))
 
     def emit(self, event: Event, to: str | None = None) -> None:
         """Sends an event to one worker, or to all; to this one, after the step."""
@@ -359,11 +366,21 @@ class Worker(Group):
             self.member.handle(event)
         elif isinstance(event, Census):
             self._tell_running()
+        elif isinstance(event, TapAsk):
+            self.taps.ask(event)
+        elif isinstance(event, Probe):
+            self._take_probe(event)
         super().handle(event)
         if isinstance(event, Drain):
             self.call_at(None, self.clock.now() + DRAIN_CHECK_S, self._check_drained)
         if isinstance(event, LeaseQuery):
             self.channel.send_event(SUPERVISOR, LeaseReport(owner=event.owner, final=True))
+
+    def _take_probe(self, probe: Probe) -> None:
+        if probe.edge in self.inputs:
+            edge, _, _ = self.inputs[probe.edge]
+            if edge.target in self.by_name:
+                self.by_name[edge.target].probe(edge.port, probe.began)
 
     def _connect(self, up: WorkerUp) -> None:
         if up.worker == self.name or up.generation <= self._dead.get(up.worker, 0):
