@@ -116,7 +116,6 @@ class Group:
                 self.close_runs(self.runs[:index])
                 raise stage_error(run.plan, error) from error
 
-    def close(self) -> None:
     def _open(self, run: StageRun) -> None:
         now.stage = run.name
         began, before = time.perf_counter(), resident_bytes()
@@ -127,6 +126,7 @@ class Group:
         run.memory = max(0, resident_bytes() - before)
         log.info("stage %s opened in %.2f s", run.name, time.perf_counter() - began, extra={"stage": run.name})
 
+    def close(self) -> None:
         """Closes the stages, last first, and the thread pool."""
         self.close_runs(self.runs)
         if self._pool is not None:
@@ -185,8 +185,8 @@ class Group:
         inputs, debts = run.take()
         started = time.perf_counter()
         self._hand = inputs
-        try:
         now.stage = run.name
+        try:
             messages = run.stage.step(*inputs)  # type: ignore[attr-defined]
             if messages is not None:
                 self._route(run, messages)
@@ -194,8 +194,8 @@ class Group:
         except Exception as error:
             self._contain(run, inputs, error)
         self._hand = ()
-        ended = time.perf_counter()
         now.stage = ""
+        ended = time.perf_counter()
         run.busy_s += ended - started
         if self.trace is not None:
             self.trace.add(run.name, inputs, started, ended)
@@ -261,6 +261,7 @@ class Group:
         if run is not None and run.closed:
             return
         self._hand = hand
+        now.stage = run.name if run is not None else ""
         try:
             messages = work()
             if messages is not None and run is not None:
@@ -272,13 +273,13 @@ class Group:
             self._fail_all(run, [request for request in _ids_of(hand) if request not in self.closed], error)
             self.on_trial(run, error)
         self._hand = ()
+        now.stage = ""
         if run is not None:
             self._unsent += run.outboxes
 
     # -- changes of the graph ------------------------------------------------------------------------------------------
 
     def outbox_of(self, edge: str) -> Outbox:
-        now.stage = run.name if run is not None else ""
         """The outbox of an edge to another worker; here there are none."""
         raise KeyError(edge)
 
@@ -290,7 +291,6 @@ class Group:
         self._listeners.clear()
 
     def drain_layers(self) -> list[Layer]:
-        now.stage = ""
         """Closes what no request needs any more; returns the layers that have drained now."""
         drained = [layer for layer in self.layers if layer.is_drained(self.open_requests)]
         for layer in drained:
@@ -341,6 +341,7 @@ class Group:
             id=request, status=error.status, message=str(error), code=error.code, param=error.param, stage=stage
         )
         failure.retry_after_s = error.retry_after_s
+        log.info("request %s failed in stage %s: %d %s", request, stage, error.status, error, extra={"stage": stage})
         self.emit(failure, self.front)
         self.emit(Cancel(ids=[request]))
 
@@ -358,7 +359,6 @@ class Group:
         new = self.closed.add(requests, self.clock.now())
         for request in new:
             self.open_requests.pop(request, None)
-        log.info("request %s failed in stage %s: %d %s", request, stage, error.status, error, extra={"stage": stage})
         gone = frozenset(new)
         for run in self.runs if gone else ():
             for inbox in run.inboxes.values():

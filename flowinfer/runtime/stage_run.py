@@ -51,8 +51,8 @@ class StageRun:
         self.stage = stage
         self.held = held
         self.inboxes = {name: Inbox() for name in names}
-        self.inboxes = {name: Inbox(has_tokens=has_tokens(self.input_types.get(name))) for name in names}
         self.input_types = {port.name: port.message for port in inputs}
+        self.inboxes = {name: Inbox(has_tokens=has_tokens(self.input_types.get(name))) for name in names}
         self.output_types = {port.name: port.message.__name__ for port in outputs}
         self.outputs: Outputs = {}
         self.layers: list[tuple[Layer, Outputs]] = []
@@ -62,9 +62,9 @@ class StageRun:
         self.failures = 0  # steps in a row that broke
         self.num_failed = 0
         self.num_steps = 0
+        self.busy_s = 0.0
         self.memory = 0  # bytes by which the process grew while the stage was opened
         self.timed = False  # something in the inboxes has a time of its making, or couldn't be taken
-        self.busy_s = 0.0
         self._lists = [inbox.messages for inbox in self.inboxes.values()]
         self._gates: list[FusedEdge | Outbox] = []
         self._only = next(iter(self.inboxes.values())) if len(self.inboxes) == 1 else None
@@ -127,6 +127,8 @@ class StageRun:
 
     def take(self) -> tuple[list[list[Message]], list[Debt]]:
         """The inputs of one step, in the order of its parameters, and the debts that they settle."""
+        if self.timed:
+            self._note_waits()
         if self._only is not None:
             messages, settled = self._only.take()
             return [messages], settled
@@ -137,19 +139,7 @@ class StageRun:
             inputs.append(messages)
             debts += settled
         return inputs, debts
-        if self.timed:
-            self._note_waits()
 
-    def full(self, output: str) -> bool:
-        """True while an edge of this output port is full."""
-        return any(edge.full for edge in self.outputs.get(self.output_types.get(output, ""), ()))
-
-    def outbox_of(self, output: str) -> Outbox | None:
-        """The outbox of an output port, None when its edge stays in the worker."""
-        for edge in self.outputs.get(self.output_types.get(output, ""), ()):
-            if isinstance(edge, Outbox):
-                return edge
-        return None
     def probe(self, port: str, began: float) -> None:
         """The message that was last received here was made then."""
         inbox, now = self.inboxes[port], self.context.clock.now()
@@ -176,6 +166,16 @@ class StageRun:
             else:
                 inbox.waits.leave(now)
 
+    def full(self, output: str) -> bool:
+        """True while an edge of this output port is full."""
+        return any(edge.full for edge in self.outputs.get(self.output_types.get(output, ""), ()))
+
+    def outbox_of(self, output: str) -> Outbox | None:
+        """The outbox of an output port, None when its edge stays in the worker."""
+        for edge in self.outputs.get(self.output_types.get(output, ""), ()):
+            if isinstance(edge, Outbox):
+                return edge
+        return None
 
     def edges_for(self, kind: type[Message], outputs: Outputs | None = None) -> list[FusedEdge | Outbox]:
         """The edges that take a message of this class: those of its own name, else of its nearest base."""
