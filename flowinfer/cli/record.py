@@ -52,11 +52,18 @@ def record(
     "--from", "first", default="", metavar="STAGE", help="The first stage to run; default: all behind the api."
 )
 @click.option("--to", "last", default="", metavar="STAGE", help="The last stage to run.")
+@click.option(
+    "--speed",
+    default="max",
+    show_default=True,
+    metavar="FACTOR|max",
+    help="1: as it was recorded; 10: ten times faster.",
+)
 @click.option("--pipeline", type=click.Path(), help="Replay through this file instead of the recorded one.")
 @click.option("--set", "sets", multiple=True, metavar="PATH=VALUE", help="Set a value for the replay.")
 @click.option("--allow-local", is_flag=True, help="Let the pipeline run code of local files.")
 def replay(
-    recording: Path, first: str, last: str, pipeline: str | None, sets: tuple[str, ...], allow_local: bool
+    recording: Path, first: str, last: str, speed: str, pipeline: str | None, sets: tuple[str, ...], allow_local: bool
 ) -> None:
     """Put what was recorded through a part of the graph, and hold what leaves it against the recording.
 
@@ -67,6 +74,7 @@ def replay(
     from flowinfer.flow.replay import replay as run
     from flowinfer.graph import load_plan
 
+    pace = _speed(speed)
     found = read(recording)
     header = found.header
     overlays = () if pipeline else header.overlays
@@ -77,7 +85,7 @@ def replay(
     if found.cut_off:
         click.echo(f"{recording} ends in the middle of a message; what stands before it is replayed.", err=True)
     click.echo(f"replaying through {', '.join(part.stages)}" + ("" if plan.digest == header.digest else " (changed)"))
-    outcomes = against(found, run(found, part), part)
+    outcomes = against(found, run(found, part, pace), part)
     for outcome in outcomes:
         click.echo(f"{outcome.edge}: {outcome.num_same} requests the same, {len(outcome.differing)} differ")
         if outcome.first:
@@ -85,3 +93,13 @@ def replay(
                 f"  request {outcome.differing[0]}\n  recorded {outcome.first[0]}\n  replayed {outcome.first[1]}"
             )
     sys.exit(1 if any(outcome.differing for outcome in outcomes) else 0)
+
+
+def _speed(text: str) -> float:
+    try:
+        factor = float("inf") if text == "max" else float(text.removesuffix("x"))
+    except ValueError:
+        factor = 0.0
+    if not factor > 0:
+        raise click.BadParameter(f"{text!r} is neither a factor above 0, as in 10, nor max.", param_hint="--speed")
+    return factor

@@ -13,7 +13,7 @@ from typing import BinaryIO
 
 import msgspec
 
-from flowinfer.codec import Codec, schema_of
+from flowinfer.codec import Codec, CodecError, schema_of
 from flowinfer.codec import Header as FrameHeader
 from flowinfer.errors import FlowInferError
 from flowinfer.message import Message, type_registry
@@ -75,7 +75,7 @@ class Recording(msgspec.Struct):
 
 
 def read(path: Path) -> Recording:
-    """Reads a recording. Raises FlowInferError for what isn't one, or holds messages of another version."""
+    """Reads a recording. Raises FlowInferError for what isn't one, is damaged, or holds messages of another version."""
     try:
         data = path.read_bytes()
     except OSError as error:
@@ -83,9 +83,12 @@ def read(path: Path) -> Recording:
     parts, cut_off = _parts(data) if data.startswith(MAGIC) else ([], True)
     if not parts:
         raise FlowInferError(f"{path} is no recording.", help="`flowinfer record FILE -o x.flow` makes one.")
-    header = msgspec.json.decode(parts[0], type=Header)
+    try:
+        header = msgspec.json.decode(parts[0], type=Header)
+    except msgspec.MsgspecError as error:
+        raise FlowInferError(f"{path} is damaged: its header can't be read ({error}).") from error
     _check_types(header, path)
-    return Recording(header, list(_records(parts[1:])), cut_off)
+    return Recording(header, list(_records(parts[1:], path)), cut_off)
 
 
 def _parts(data: bytes) -> tuple[list[bytes], bool]:
@@ -109,9 +112,12 @@ def _check_types(header: Header, path: Path) -> None:
             raise FlowInferError(message, help="Replay it with the version that recorded it.")
 
 
-def _records(parts: Sequence[bytes]) -> Iterator[Record]:
+def _records(parts: Sequence[bytes], path: Path) -> Iterator[Record]:
     codec = Codec()
-    for part in parts:
-        at, edge, frames = msgspec.msgpack.decode(part, type=tuple[float, str, list[bytes]])
-        _, messages = codec.decode(frames)
-        yield Record(at, edge, messages[0])
+    for number, part in enumerate(parts, start=1):
+        try:
+            at, edge, frames = msgspec.msgpack.decode(part, type=tuple[float, str, list[bytes]])
+            _, (message,) = codec.decode(frames)
+        except (msgspec.MsgspecError, CodecError, ValueError, IndexError) as error:
+            raise FlowInferError(f"{path} is damaged: message {number} can't be read ({error}).") from error
+        yield Record(at, edge, message)

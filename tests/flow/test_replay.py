@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import time
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from flowinfer.cli import main
 from flowinfer.errors import FlowInferError
@@ -89,17 +93,19 @@ def plan(tmp_path: Path) -> Plan:
     return load_plan(tmp_path / "plain.yaml", allow_local=True)
 
 
+def recorded(plan: Plan, path: Path, *texts: str) -> Path:
+    """A recording of these requests at once."""
+    with LocalService(plan) as service:
+        recorder = Recorder(service, path, header_of(plan, (), ()))
+        service.generate(Call(id=f"r{i}", sampling=Sampling(), prompt=text) for i, text in enumerate(texts))
+        recorder.close()
+    return path
+
+
 @pytest.fixture
 def file(plan: Plan, tmp_path: Path) -> Path:
     """A recording of three requests at once."""
-    path = tmp_path / "x.flow"
-    with LocalService(plan) as service:
-        recorder = Recorder(service, path, header_of(plan, (), ()))
-        service.generate(
-            Call(id=f"r{i}", sampling=Sampling(), prompt=text) for i, text in enumerate(("abc", "de", "f"))
-        )
-        recorder.close()
-    return path
+    return recorded(plan, tmp_path / "x.flow", "abc", "de", "f")
 
 
 def prompts(recording: Recording, edge: str) -> list[str]:
@@ -115,10 +121,11 @@ def test_each_message_is_kept_as_it_was_when_it_passed(file: Path) -> None:
     assert times == sorted(times)
 
 
-def test_a_file_cut_anywhere_gives_its_whole_messages(file: Path, tmp_path: Path) -> None:
+def test_a_file_cut_at_any_byte_gives_its_whole_messages(plan: Plan, tmp_path: Path) -> None:
+    file = recorded(plan, tmp_path / "one.flow", "a")
     data, whole, short = file.read_bytes(), read(file), tmp_path / "short.flow"
     seen = set()
-    for length in range(len(data) - 1, 0, -37):
+    for length in range(len(data)):
         short.write_bytes(data[:length])
         try:
             part = read(short)
@@ -127,7 +134,32 @@ def test_a_file_cut_anywhere_gives_its_whole_messages(file: Path, tmp_path: Path
             continue
         seen.add(len(part.records))
         assert [r.edge for r in part.records] == [r.edge for r in whole.records][: len(part.records)]
-    assert len(seen) > 5
+    assert seen == set(range(len(whole.records))), "each message is there as soon as its last byte is"
+
+
+@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_a_damaged_file_is_an_error_of_ours_or_another_recording(
+    file: Path, tmp_path: Path, data: st.DataObject
+) -> None:
+    damaged = bytearray(file.read_bytes())
+    for _ in range(data.draw(st.integers(1, 3))):
+        damaged[data.draw(st.integers(0, len(damaged) - 1))] ^= data.draw(st.integers(1, 255))
+    (tmp_path / "damaged.flow").write_bytes(damaged)
+    with contextlib.suppress(FlowInferError):
+        read(tmp_path / "damaged.flow")
+
+
+def test_speed_is_that_of_the_recording_and_changes_nothing_else(file: Path, plan: Plan) -> None:
+    recording, part = read(file), cut(plan, "reverse", "join")
+    for number, record in enumerate(recording.records):
+        record.at = 0.02 * number
+    last = max(record.at for record in recording.records if record.edge in ("", "split -> reverse"))
+    at_once = replay(recording, part)
+    began = time.perf_counter()
+    paced = replay(recording, part, speed=2.0)
+    assert time.perf_counter() - began >= last / 2
+    assert [str(r) for r in paced] == [str(r) for r in at_once]
 
 
 def test_a_replay_through_a_part_repeats_itself_and_the_recording(file: Path, plan: Plan) -> None:
@@ -165,6 +197,12 @@ def test_record_writes_what_replay_reads(plan: Plan, tmp_path: Path) -> None:
     assert recorded.exit_code == 0, recorded.output
     assert "2 requests" in recorded.output
     assert runner.invoke(main, ["replay", str(out), "--to", "reverse", "--allow-local"]).exit_code == 0
+
+
+def test_a_speed_that_is_none(file: Path) -> None:
+    result = CliRunner().invoke(main, ["replay", str(file), "--speed", "0"])
+    assert result.exit_code == 2
+    assert "'0' is neither a factor above 0, as in 10, nor max." in result.output
 
 
 @pytest.mark.parametrize(("first", "last", "message"), [("join", "split", "No way leads"), ("jion", "", "no stage")])
