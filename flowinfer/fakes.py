@@ -75,7 +75,7 @@ class FakeContext:
     def send(self, event: Event, to: str | None = None) -> None:
         self.sent.append((event, to))
 
-    def shared(self, key: object, make: Callable[[], Made]) -> Made:
+    def shared(self, key: object, make: Callable[[], Made], *, arms: bool = False) -> Made:
         if key not in self._shared:
             self._shared[key] = make()
         made: Made = self._shared[key]

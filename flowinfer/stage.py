@@ -97,6 +97,7 @@ class Contract:
     held: input ports whose credit the stage gives back itself (`ctx.give_back`), since it keeps messages for long.
     units: unit of credit by input port where it isn't messages.  beside: kinds that must run in the same worker.
     reserves: the stage takes credit of its output edge with `ctx.reserve` before it works on a message.
+    reads: kinds whose settings the stage takes by `ctx.settings_of`, so that an arm with others needs one of its own.
     """
 
     needs: Mapping[str, frozenset[str]] = field(default_factory=dict)
@@ -107,6 +108,7 @@ class Contract:
     units: Mapping[str, Unit] = field(default_factory=dict)
     beside: frozenset[str] = frozenset()
     reserves: bool = False
+    reads: frozenset[str] = frozenset()
     conflicts: tuple[Conflict, ...] = ()
 
 
@@ -203,8 +205,11 @@ class Context(Protocol):
     def send(self, event: Event, to: str | None = None) -> None:
         """Sends a control event to one worker instance, or to all (this one included, after this step)."""
 
-    def shared(self, key: object, make: Callable[[], Shared]) -> Shared:
-        """The object of this key that the stages of this worker share (an engine, say), made on first use."""
+    def shared(self, key: object, make: Callable[[], Shared], *, arms: bool = False) -> Shared:
+        """The object of this key that the stages of this worker share (an engine, say), made on first use.
+
+        Arm B of an experiment has objects of its own, but with `arms` (weights, say).
+        """
 
     def settings_of(self, kind: str) -> list[dict[str, Any]]:
         """The settings of the graph's stages of this kind, as JSON values, for what is written once for several."""

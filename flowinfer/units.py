@@ -33,6 +33,24 @@ def parse_tokens(value: object) -> int:
     return int(tokens)
 
 
+def parse_share(value: object) -> float:
+    """A part of the whole: `10%` or 0.1. Raises ValueError outside of 0 to 1."""
+    if isinstance(value, str) and (match := re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*%\s*", value)):
+        share = float(match[1]) / 100
+    elif isinstance(value, (int, float)) and not isinstance(value, bool):
+        share = float(value)
+    else:
+        raise ValueError(f"expected a share such as 10%, got {value!r}")
+    if not 0 <= share <= 1:
+        raise ValueError(f"a share goes from 0% to 100%, not {value!r}")
+    return share
+
+
+def format_share(share: float) -> str:
+    """0.1 -> 10%."""
+    return f"{share * 100:g}%"
+
+
 def _parse(value: object, units: Mapping[str, float], wanted: str, plain: Callable[[float], bool]) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float, str)):
         raise ValueError(f"expected {wanted}, got {value!r}")
@@ -83,6 +101,12 @@ ByteSize = Annotated[
     BeforeValidator(parse_bytes),
     PlainSerializer(format_bytes, when_used="json"),
     Field(json_schema_extra={"unit": "bytes"}),
+]
+Share = Annotated[
+    float,
+    BeforeValidator(parse_share),
+    PlainSerializer(format_share, when_used="json"),
+    Field(json_schema_extra={"unit": "share"}),
 ]
 TokenCount = Annotated[
     int,

@@ -26,7 +26,7 @@ LAYERS = (
     ("kernels", "observe"),
     ("engine", "cache", "transfer", "text"),
     ("stages",),
-    ("runtime",),
+    ("runtime", "experiment"),
     ("serve",),
     ("testing", "fakes", "compare", "flow", "sim", "train"),
     ("cli",),

@@ -94,7 +94,7 @@ class Engine:
     @classmethod
     def of(cls, ctx: Context, model: str, dtype: str) -> Engine:
         """The engine of this model in this worker, loaded on first use."""
-        return ctx.shared(("engine", model, dtype), lambda: cls(ctx, model, dtype))
+        return ctx.shared(("engine", model, dtype), lambda: cls(ctx, model, dtype), arms=True)
 
     # ------------------------------------------------------------------------------------------- holding and freeing
 

@@ -13,7 +13,29 @@ from flowinfer.spec import Document
 
 
 def check(document: Document) -> Graph:
-    """The graph of a document, with all of its problems."""
+    """The graph of a document, with all of its problems; those of both arms where it holds an experiment."""
+    graph = check_one(document)
+    if document.arm is not None:
+        _check_arm(graph, document.arm)
+    return graph
+
+
+def _check_arm(graph: Graph, arm: Document) -> None:
+    """Arm B must be a graph of its own, and fit beside arm A."""
+    other, said = check_one(arm), {(problem.code, problem.mark) for problem in graph.problems}
+    note = (graph.document.mark("experiment"), "in arm B of this experiment")
+    for problem in other.problems:
+        if (problem.code, problem.mark) not in said:
+            graph.problem(problem.code, problem.message, problem.mark, problem.help, [*problem.notes, note])
+    if not graph.problems:
+        from flowinfer.graph.arms import check_arms
+
+        graph.twin = check_arms(graph, other)
+    graph.problems = in_order(graph.problems, list(graph.document.sources))
+
+
+def check_one(document: Document) -> Graph:
+    """The graph of a document, whatever its experiment."""
     graph = build_graph(document)
     check_ports(graph)
     check_loops(graph)

@@ -14,6 +14,7 @@ import msgspec
 
 from flowinfer.graph.plan import API, EdgePlan, Plan, StagePlan
 from flowinfer.stage import ChangeClass, Stage, change_class, ports
+from flowinfer.units import format_share
 
 ORDER: tuple[ChangeClass, ...] = ("live", "warm", "cold", "refused")
 Loader = Callable[[StagePlan], type[Stage]]
@@ -82,7 +83,7 @@ class _Comparison:
         self.old, self.raw, self.new, self.load = old, new, settled(old, new), load
 
     def diff(self) -> Diff:
-        parts = (self._stages, self._edges, self._workers, self._serve, self._network)
+        parts = (self._experiment, self._stages, self._edges, self._workers, self._serve, self._network)
         return Diff(changes=tuple(change for part in parts for change in part()), kept=tuple(self._kept()))
 
     # -- stages --------------------------------------------------------------------------------------------------------
@@ -103,6 +104,10 @@ class _Comparison:
 
     def _added_or_removed(self, path: str, name: str, before: StagePlan | None, after: StagePlan | None) -> Change:
         was, now = before.kind if before else ABSENT, after.kind if after else ABSENT
+        stage: StagePlan = before or after  # type: ignore[assignment]
+        if self._is_of_arm(stage.worker):
+            how = f"in worker {stage.worker}, which only arm B has"
+            return Change(path=path, before=was, after=now, kind="warm", how=how)
         reason = self._not_in_place(name)
         if reason:
             return Change(path=path, before=was, after=now, kind="cold", how=reason)
@@ -110,11 +115,28 @@ class _Comparison:
         how = f"{word} inside worker {(after or before).worker}"  # type: ignore[union-attr]
         return Change(path=path, before=was, after=now, kind="warm", how=how, stages=(name,))
 
+    def _is_of_arm(self, worker: str) -> bool:
+        """True for a worker that comes or goes with arm B of an experiment, and that nothing else needs."""
+        plans = [plan for plan in (self.old, self.new) if worker in plan.workers]
+        return len(plans) == 1 and plans[0].experiment is not None and worker in plans[0].experiment.workers
+
+    def _experiment(self) -> Iterator[Change]:
+        """What arm B gets; that its stages come and go is told by them."""
+        was, now = (
+            plan.stages[API].config.get("experiment") if API in plan.stages else None for plan in (self.old, self.new)
+        )
+        if was == now:
+            return
+        how = "the door sends requests by it once all workers do"
+        if now is None:
+            how = "the door sends all requests to arm A, then what is open in arm B may end"
+        yield Change(path="experiment", before=_arm_in_words(was), after=_arm_in_words(now), kind="live", how=how)
+
     def _settings(self, path: str, before: StagePlan, after: StagePlan) -> Iterator[Change]:
         cls = self.load(after)
         prefix = {True: "serve", False: f"{path}.with"}[after.name == API]
         for key in dict.fromkeys((*before.config, *after.config)):
-            if before.config.get(key) == after.config.get(key):
+            if before.config.get(key) == after.config.get(key) or (after.name == API and key == "experiment"):
                 continue
             for leaf, was, now in _leaves(
                 f"{prefix}.{key}", before.config.get(key, ABSENT), after.config.get(key, ABSENT)
@@ -154,7 +176,7 @@ class _Comparison:
             if name in plan.stages and (reason := self._not_shareable(plan, name)):
                 return reason
         for edge in self._new_edges_of(name):
-            if not edge.fused:
+            if not edge.fused and edge.arm != "b":
                 return f"edge {edge.name} between workers is new or gone"
         return ""
 
@@ -199,6 +221,8 @@ class _Comparison:
                 yield from self._edge(path, before, after)
 
     def _lone_edge(self, edge: EdgePlan) -> tuple[ChangeClass, str]:
+        if edge.arm == "b":  # nothing of arm B is open before it comes and when it goes
+            return "warm", "of arm B, beside those that there are"
         if not edge.fused:
             return "cold", "a queue between workers is opened when they start"
         for end in (edge.source, edge.target):
@@ -225,6 +249,10 @@ class _Comparison:
             path = f"workers.{name}"
             if before is None or after is None:
                 was, now = (ABSENT, "a worker") if before is None else ("a worker", ABSENT)
+                if self._is_of_arm(name):
+                    how = "of arm B, beside the others" if before is None else "goes once arm B is empty"
+                    yield Change(path=path, before=was, after=now, kind="warm", how=how)
+                    continue
                 yield Change(path=path, before=was, after=now, kind="cold", how="all workers are started anew")
                 continue
             if before.replicas != after.replicas:
@@ -270,6 +298,11 @@ class _Comparison:
             raw, kept = self.raw.workers[name], self.new.workers[name]
             if (raw.kv_bytes, raw.threads) != (kept.kv_bytes, kept.threads):
                 yield f"workers.{name}: KV memory and threads follow the replicas only at the next start"
+
+
+def _arm_in_words(settings: Any) -> str:
+    """`no-drafts: split 10%`."""
+    return ABSENT if settings is None else f"{settings['name']}: {settings['mode']} {format_share(settings['share'])}"
 
 
 def _leaves(path: str, was: Any, now: Any) -> Iterator[tuple[str, Any, Any]]:

@@ -11,7 +11,12 @@ from flowinfer.graph.plan import API
 
 
 def draw(graph: Graph, form: str) -> str:
-    """The graph as `svg`, `mermaid` or `dot`. It must have been checked."""
+    """The graph as `svg`, `mermaid` or `dot`, with both arms of an experiment. It must have been checked."""
+    if graph.twin is not None:
+        from flowinfer.graph.arms import drawn
+        from flowinfer.graph.planner import plan_of
+
+        graph = drawn(plan_of(graph), graph, graph.twin)
     if form == "svg":
         from flowinfer.graph.svg import to_svg
 
@@ -37,7 +42,8 @@ def members(graph: Graph) -> dict[str, list[str]]:
 def wire_label(wire: Wire) -> str:
     """The message, and how it's shared out where that isn't the default."""
     kind = wire.out.message.__name__ if wire.out else ""
-    return kind + (f" by {wire.options.dispatch}" if wire.options.dispatch != "pull" else "")
+    arm = f"{wire.arm.upper()}: " if wire.arm else ""
+    return arm + kind + (f" by {wire.options.dispatch}" if wire.options.dispatch != "pull" else "")
 
 
 def short_kind(kind: str) -> str:

@@ -5,13 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from graphlib import CycleError, TopologicalSorter
+from typing import TYPE_CHECKING
 
 from flowinfer.errors import Mark, Problem
 from flowinfer.graph.plan import API, FRONT
 from flowinfer.message import Call, Text
 from flowinfer.spec import Document
-from flowinfer.spec.models import Edge
+from flowinfer.spec.models import Edge, Worker
 from flowinfer.stage import Contract, Port, Stage, StageConfig
+
+if TYPE_CHECKING:
+    from flowinfer.graph.arms import Twin
 
 
 @dataclass
@@ -45,6 +49,7 @@ class Wire:
     path: tuple[str, str]  # of the edge in the document
     out: Port | None = None
     into: Port | None = None
+    arm: str = ""  # of an experiment; "" is both
 
     @property
     def is_forward(self) -> bool:
@@ -54,12 +59,17 @@ class Wire:
 
 @dataclass
 class Graph:
-    """Stages by name, `api` included, and wires in the order of the file."""
+    """Stages by name, `api` included, and wires in the order of the file.
+
+    twin: arm B of its experiment.  workers: where they aren't those of the document.
+    """
 
     document: Document
     stages: dict[str, StageNode] = field(default_factory=dict)
     wires: list[Wire] = field(default_factory=list)
     problems: list[Problem] = field(default_factory=list)
+    twin: Twin | None = None
+    workers: dict[str, Worker] = field(default_factory=dict)
 
     def problem(
         self, code: str, message: str, mark: Mark, help: str = "", notes: Iterable[tuple[Mark | None, str]] = ()

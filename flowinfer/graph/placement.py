@@ -19,7 +19,7 @@ def place_stages(graph: Graph) -> None:
 
 def workers(graph: Graph) -> dict[str, Worker]:
     """All workers by name; `front` is always there."""
-    return {FRONT: Worker(), **graph.document.sections.workers}
+    return graph.workers or {FRONT: Worker(), **graph.document.sections.workers}
 
 
 def _worker_of(graph: Graph, name: str) -> str | None:

@@ -14,6 +14,9 @@ API = "api"  # the reserved stage: gives Call, takes Text; lives in the front wo
 FRONT = "front"  # the worker of api and of every stage that isn't placed
 
 
+Arm = Literal["", "a", "b"]  # of an experiment; "" is both
+
+
 class StagePlan(msgspec.Struct, frozen=True, kw_only=True):
     """One stage: `config` is its resolved `with`, as JSON values; `mark` is file:line:column of its entry."""
 
@@ -22,13 +25,15 @@ class StagePlan(msgspec.Struct, frozen=True, kw_only=True):
     config: dict[str, Any]
     worker: str
     mark: str = ""
+    arm: Arm = ""
 
 
 class EdgePlan(msgspec.Struct, frozen=True, kw_only=True):
     """One edge: messages of type `message` (class name) from `source` into the input `port` of `target`.
 
     capacity is the credit that each consumer instance grants at the start, in `unit`, for each lane. lanes are bucket
-    names with dispatch `bucket`, else one lane "". fused: both ends in one worker, so that it's a call.
+    names with dispatch `bucket`, else one lane "". fused: both ends in one worker, so that it's a call.  arm: whose
+    messages of an experiment it takes.
     """
 
     name: str
@@ -43,6 +48,7 @@ class EdgePlan(msgspec.Struct, frozen=True, kw_only=True):
     unit: str = "messages"
     back: bool = False
     fused: bool = False
+    arm: Arm = ""
 
 
 class WorkerPlan(msgspec.Struct, frozen=True, kw_only=True):
@@ -83,6 +89,22 @@ class NetworkPlan(msgspec.Struct, frozen=True, kw_only=True):
     curve_secret_key_file: str = ""
 
 
+class ExperimentPlan(msgspec.Struct, frozen=True, kw_only=True):
+    """An experiment: what its arm B gets. base: digest of the plan without it.
+
+    digest: of what both arms are, whatever their shares.  changes: a unified diff from A's resolved file to B's.
+    workers: those that only arm B has.
+    """
+
+    name: str
+    mode: Literal["split", "mirror"]
+    share: float
+    base: str
+    digest: str
+    changes: str
+    workers: tuple[str, ...] = ()
+
+
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """A checked service. digest names the document that it came from; epoch rises with each live change."""
 
@@ -96,3 +118,4 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     network: NetworkPlan = NetworkPlan()
     allow_local: bool = False
     epoch: int = 1
+    experiment: ExperimentPlan | None = None

@@ -43,6 +43,15 @@ def plan_of(graph: Graph) -> Plan:
     """The plan of a checked graph. Raises SpecError when the check found problems."""
     if graph.problems:
         raise SpecError(graph.problems)
+    if graph.twin is not None:
+        from flowinfer.graph.arms import join_arms
+
+        return join_arms(_plan(graph), _plan(graph.twin.graph), graph, graph.twin)
+    return _plan(graph)
+
+
+def _plan(graph: Graph) -> Plan:
+    """The plan of a graph, or of one arm."""
     document, flow = graph.document, FacetFlow(graph)
     return Plan(
         name=document.sections.name,
@@ -59,7 +68,9 @@ def plan_of(graph: Graph) -> Plan:
 
 def _digest(graph: Graph) -> str:
     """16 hex characters that name the resolved document, wherever its values were written."""
-    text = json.dumps(filled_root(graph).plain(), sort_keys=True, ensure_ascii=False)
+    root = filled_root(graph)
+    arm_a = {key: node.plain() for key, node in root.map.items() if key != "experiment"}
+    text = json.dumps(arm_a, sort_keys=True, ensure_ascii=False)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 

@@ -76,11 +76,11 @@ class StageContext:
             self._group.offer(self.run, port, amount)
 
     def reserve(self, output: str, request: str, amount: int) -> str | None:
-        outbox = self.run.outbox_of(output)
+        outbox = self.run.outbox_of(output, self._group.arms.get(request, "a"))
         return self.worker if outbox is None else outbox.reserve(request, amount)
 
     def unreserve(self, output: str, request: str) -> None:
-        outbox = self.run.outbox_of(output)
+        outbox = self.run.outbox_of(output, self._group.arms.get(request, "a"))
         if outbox is not None:
             outbox.unreserve(request)
 
@@ -90,14 +90,19 @@ class StageContext:
         else:
             self._group.emit(event, to)
 
-    def shared(self, key: object, make: Callable[[], Shared]) -> Shared:
+    def shared(self, key: object, make: Callable[[], Shared], *, arms: bool = False) -> Shared:
         objects = self._group.objects
+        if not arms and self.run.plan.arm == "b":
+            key = ("arm b", key)
         if key not in objects:
             objects[key] = make()
         return cast(Shared, objects[key])
 
     def settings_of(self, kind: str) -> list[dict[str, Any]]:
-        return [stage.config for stage in self._group.plan.stages.values() if stage.kind == kind]
+        """Those that the requests of this stage meet: of another arm's stages, none."""
+        stages = [stage for stage in self._group.plan.stages.values() if stage.kind == kind]
+        other = "a" if self.run.plan.arm == "b" else "b"
+        return [stage.config for stage in stages if stage.arm != other]
 
     def arena(self, layout: KVLayout) -> Arena:
         return self._group.host.arena(layout)

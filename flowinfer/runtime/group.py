@@ -68,6 +68,7 @@ class Group:
         self.objects: dict[object, Any] = {}
         self.closed = ClosedRequests()
         self.open_requests: dict[str, None] = {}
+        self.arms: dict[str, str] = {}  # of those requests, which go by another arm of an experiment than A
         self.num_late: dict[str, int] = {}
         self.num_reclaimed = 0
         self.trace: Trace | None = None
@@ -216,16 +217,24 @@ class Group:
         if issubclass(kind, Event):
             puts = (self.emit,)  # type: ignore[assignment]
         else:
-            puts = tuple(edge.put for edge in run.edges_for(kind))
+            puts = self._puts(run.edges_for(kind))
             if not puts and not any(run.edges_for(kind, outputs) for _, outputs in run.layers):
                 raise StageError(run.name, f"gave a {kind.__name__}, which no edge takes.")
             if run.layers:
-                before = [(layer, _all(run.edges_for(kind, outputs))) for layer, outputs in run.layers]
-                puts = (forked(before, _all(run.edges_for(kind))),)
+                before = [(layer.ids, _all(self._puts(run.edges_for(kind, outputs)))) for layer, outputs in run.layers]
+                puts = (forked(before, _all(puts)),)
             if "id" in kind.__struct_fields__:
                 puts = (self._guard(puts, opens=run.name == API),)
         run.routes[kind] = puts
         return puts
+
+    def _puts(self, edges: Iterable[FusedEdge | Outbox]) -> tuple[Put, ...]:
+        """The ways of a message into these edges; where arms of an experiment part, one that parts it as well."""
+        ways = [(edge.edge.arm, edge.put) for edge in edges]
+        if len({arm for arm, _ in ways}) < 2:
+            return tuple(put for _, put in ways)
+        theirs = tuple(put for arm, put in ways if arm != "a")
+        return (forked([(self.arms, _all(theirs))], _all(put for arm, put in ways if arm != "b")),)
 
     def _guard(self, puts: tuple[Put, ...], *, opens: bool) -> Put:
         def guarded(message: Any) -> None:
@@ -234,10 +243,18 @@ class Group:
                 return
             if opens:
                 self.open_requests[message.id] = None
+                self.learn_arm(message)
+            if self.arms and hasattr(message, "arm"):  # which a stage that makes another message may have lost
+                message.arm = self.arms.get(message.id, "")
             for put in puts:
                 put(message)
 
         return guarded
+
+    def learn_arm(self, message: Any) -> None:
+        """Notes the arm of a request that comes in."""
+        if arm := getattr(message, "arm", ""):
+            self.arms[message.id] = arm
 
     def _contain(self, run: StageRun, inputs: list[list[Message]], error: Exception) -> None:
         run.failures += 1
@@ -279,9 +296,9 @@ class Group:
 
     # -- changes of the graph ------------------------------------------------------------------------------------------
 
-    def outbox_of(self, edge: str) -> Outbox:
-        """The outbox of an edge to another worker; here there are none."""
-        raise KeyError(edge)
+    def outbox_of(self, edge: EdgePlan) -> Outbox:
+        """The outbox of an edge to another worker, made where a change brings it; here there are none."""
+        raise KeyError(edge.name)
 
     def replace_runs(self, now: Mapping[str, StageRun], layer: Layer, plan: Plan) -> None:
         """Runs these stages, in this order, and those of the layer until it has drained."""
@@ -359,6 +376,7 @@ class Group:
         new = self.closed.add(requests, self.clock.now())
         for request in new:
             self.open_requests.pop(request, None)
+            self.arms.pop(request, None)
         gone = frozenset(new)
         for run in self.runs if gone else ():
             for inbox in run.inboxes.values():

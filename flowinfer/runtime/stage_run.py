@@ -73,8 +73,19 @@ class StageRun:
         self.outputs.setdefault(output.edge.message, []).append(output)
         if isinstance(output, Outbox):
             self.outboxes.append(output)
-        if not output.edge.back:
+        if self._holds_up(output):
             self._gates.append(output)
+
+    def _holds_up(self, output: FusedEdge | Outbox) -> bool:
+        """Whether this stage waits while the edge is full. Where arm B branches off, A doesn't wait for it."""
+        return not output.edge.back and (self.plan.arm == "b" or output.edge.arm != "b")
+
+    def replace(self, outputs: Iterable[FusedEdge | Outbox]) -> None:
+        """Sends to these outputs from now on, and so do the layers' requests, none of which is of arm B."""
+        self.outputs = {}
+        for output in outputs:
+            self.outputs.setdefault(output.edge.message, []).append(output)
+        self._regate()
 
     def fork(self, layer: Layer, outputs: Iterable[FusedEdge | Outbox]) -> None:
         """Sends to these outputs from now on, but requests of the layer where they went until now."""
@@ -92,7 +103,7 @@ class StageRun:
     def _regate(self) -> None:
         ways = [self.outputs, *(outputs for _, outputs in self.layers)]
         edges = dict.fromkeys(edge for outputs in ways for group in outputs.values() for edge in group)
-        self._gates = [edge for edge in edges if not edge.edge.back]
+        self._gates = [edge for edge in edges if self._holds_up(edge)]
         self.outboxes = [edge for edge in edges if isinstance(edge, Outbox)]
         self.routes.clear()
 
@@ -167,13 +178,14 @@ class StageRun:
                 inbox.waits.leave(now)
 
     def full(self, output: str) -> bool:
-        """True while an edge of this output port is full."""
-        return any(edge.full for edge in self.outputs.get(self.output_types.get(output, ""), ()))
+        """True while an edge of this output port is full; that of an arm B that branches off here doesn't count."""
+        edges = self.outputs.get(self.output_types.get(output, ""), ())
+        return any(edge.full for edge in edges if self.plan.arm == "b" or edge.edge.arm != "b")
 
-    def outbox_of(self, output: str) -> Outbox | None:
-        """The outbox of an output port, None when its edge stays in the worker."""
+    def outbox_of(self, output: str, arm: str = "a") -> Outbox | None:
+        """The outbox of an output port for messages of this arm, None when their edge stays in the worker."""
         for edge in self.outputs.get(self.output_types.get(output, ""), ()):
-            if isinstance(edge, Outbox):
+            if isinstance(edge, Outbox) and edge.edge.arm in ("", arm):
                 return edge
         return None
 

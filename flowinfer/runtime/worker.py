@@ -98,10 +98,14 @@ class Worker(Group):
             outbox = self.outputs[edge.name] = Outbox(edge, self._send, self.clock.now, probe=self._send_probe)
             source.add_output(outbox)
         elif target is not None:
-            producers = self.plan.workers[self.plan.stages[edge.source].worker].replicas
-            self.grants.share(edge.name, edge.capacity // producers)
-            held = edge.port if edge.port in target.held else ""
-            self.inputs[edge.name] = (edge, target.inboxes[edge.port], held)
+            self._take_in(edge, target, self.plan)
+
+    def _take_in(self, edge: EdgePlan, target: StageRun, plan: Plan) -> None:
+        """Opens an edge from another worker."""
+        producers = plan.workers[plan.stages[edge.source].worker].replicas
+        self.grants.share(edge.name, edge.capacity // producers)
+        held = edge.port if edge.port in target.held else ""
+        self.inputs[edge.name] = (edge, target.inboxes[edge.port], held)
 
     # -- the loop ------------------------------------------------------------------------------------------------------
 
@@ -279,6 +283,7 @@ class Worker(Group):
             else:
                 alive.append(message)
                 self.open_requests[request] = None
+                self.learn_arm(message)
                 self._moved.append(request)
         return alive
 
@@ -293,12 +298,20 @@ class Worker(Group):
         if isinstance(self._load, LoadStage):
             self._load = LoadStage(Path(plan.file).parent, plan.allow_local)
 
-    def outbox_of(self, edge: str) -> Outbox:
-        return self.outputs[edge]
+    def outbox_of(self, edge: EdgePlan) -> Outbox:
+        if edge.name not in self.outputs:
+            self.outputs[edge.name] = Outbox(edge, self._send, self.clock.now)
+        return self.outputs[edge.name]
 
     def replace_runs(self, now: Mapping[str, StageRun], layer: Layer, plan: Plan) -> None:
         super().replace_runs(now, layer, plan)
         edges = {edge.name: edge for edge in plan.edges}
+        for name in [name for name in (*self.inputs, *self.outputs) if name not in edges]:  # of an arm B that goes
+            self.inputs.pop(name, None)
+            self.outputs.pop(name, None)
+        for edge in plan.edges:
+            if edge.target in now and edge.source not in now and edge.name not in self.inputs:
+                self._take_in(edge, now[edge.target], plan)
         for name, (edge, inbox, _) in list(self.inputs.items()):
             target = now[edges[name].target]
             after = target.inboxes[edges[name].port]

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from os import path as paths
 from pathlib import Path
 
 from flowinfer.errors import Mark, Problem, SpecError
 from flowinfer.spec.merge import SET, merge, sets_tree, strip_drops
+from flowinfer.spec.models import ArmOverlay
 from flowinfer.spec.sections import Sections, read_sections
 from flowinfer.spec.tree import Node, read_tree
 from flowinfer.spec.variables import fill_in
@@ -16,7 +17,10 @@ from flowinfer.spec.variables import fill_in
 
 @dataclass(frozen=True)
 class Document:
-    """A resolved document. sources: text of each file for showing lines; problems: mistakes of syntax and structure."""
+    """A resolved document. sources: text of each file for showing lines; problems: mistakes of syntax and structure.
+
+    arm: what arm B of its experiment is, as a document of its own; without an experiment, None.
+    """
 
     file: str
     root: Node
@@ -24,6 +28,7 @@ class Document:
     sources: Mapping[str, str]
     problems: tuple[Problem, ...]
     allow_local: bool = False
+    arm: Document | None = None
 
     def mark(self, *path: str) -> Mark:
         """Where the key of this path stands; of what isn't written, its nearest parent."""
@@ -58,12 +63,17 @@ def load(
     root = strip_drops(chain[0], loader.problems)
     for over in chain[1:]:
         root = merge(root, over, loader.problems)
-    root = loader.apply_sets(root, sets)
-    root = fill_in(root, loader.problems)
-    sections, problems = read_sections(root, str(path), loader.sources)
-    known = {problem.mark for problem in loader.problems}
-    problems = [*loader.problems, *(problem for problem in problems if problem.mark not in known)]
-    return Document(str(path), root, sections, loader.sources, tuple(problems), allow_local)
+    raw = loader.apply_sets(root, sets)
+    if (experiment := raw.map.get("experiment")) is not None and experiment.value is None:
+        raw = _without_experiment(raw)  # as of --set experiment=null
+    document = loader.document(raw, str(path), allow_local)
+    if document.sections.experiment is None or loader.unreadable:
+        return document
+    over = loader.arm(raw)
+    if over is None:
+        return replace(document, problems=tuple(loader.problems))
+    arm = merge(_without_experiment(raw), over, loader.problems)
+    return replace(document, arm=loader.document(arm, str(path), allow_local))
 
 
 class _Loader:
@@ -112,6 +122,35 @@ class _Loader:
             return None
         return tree
 
+    def document(self, raw: Node, path: str, allow_local: bool) -> Document:
+        """The document of a merged tree, its variables filled in."""
+        found = list(self.problems)
+        root = fill_in(raw, found)
+        sections, problems = read_sections(root, path, self.sources)
+        known = {problem.mark for problem in found}
+        found += [problem for problem in problems if problem.mark not in known]
+        return Document(path, root, sections, self.sources, tuple(found), allow_local)
+
+    def arm(self, raw: Node) -> Node | None:
+        """What arm B lays over the file; None, with problems, when its file can't be taken."""
+        over = raw.at("experiment", "with")
+        assert over is not None, "the section was read"
+        if not isinstance(over.value, str):
+            return over
+        base = Path.cwd() if over.mark.file == SET else Path(over.mark.file).parent
+        file = paths.normpath(base / Path(over.value).expanduser())
+        tree = self.read(file, over.mark)
+        if tree is None:
+            return None
+        # As with -o: what the overlay extends itself stays out, and so does its name.
+        members = {key: node for key, node in tree.map.items() if key not in ("extends", "name", "flowinfer")}
+        for key, node in members.items():
+            if key not in ArmOverlay.model_fields:
+                message = f"An arm of an experiment can't change `{key}`, which both arms share."
+                help = f"It may hold {', '.join(ArmOverlay.model_fields)}."
+                self.problems.append(Problem("FI218", message, node.where, help, ((over.mark, "it is named here"),)))
+        return tree.with_map({key: node for key, node in members.items() if key in ArmOverlay.model_fields})
+
     def refuse(self, problem: Problem) -> None:
         self.unreadable = True
         self.problems.append(problem)
@@ -127,6 +166,10 @@ class _Loader:
         return nodes
 
 
+def _without_experiment(root: Node) -> Node:
+    return root.with_map({key: node for key, node in root.map.items() if key != "experiment"})
+
+
 def _read_problem(file: str, user: Mark | None, error: Exception) -> Problem:
     reason, help = str(error), "Give a file of YAML text."
     if isinstance(error, UnicodeDecodeError):
@@ -138,5 +181,5 @@ def _read_problem(file: str, user: Mark | None, error: Exception) -> Problem:
         elif isinstance(error, PermissionError):
             help = "Make it readable."
     if user:
-        return Problem("FI112", f"{file}, which this extends, can't be read: {reason}.", user)
+        return Problem("FI112", f"{file}, which this names, can't be read: {reason}.", user)
     return Problem("FI101", f"{file} can't be read: {reason}.", Mark(file, 1, 1), help)

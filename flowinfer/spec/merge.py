@@ -12,6 +12,7 @@ from flowinfer.spec.tree import Node, read_tree
 
 SET = "--set"
 EDGE_FIELDS = ("dispatch", "key", "capacity", "back", "unit")
+ARM_PATH = ("experiment", "with")  # an overlay inside the file, which keeps its `!drop`
 _SEGMENT = re.compile(r'"([^"]*)"(?=\.|$)|([^.]+)')
 
 
@@ -22,12 +23,14 @@ def merge(base: Node, over: Node, problems: list[Problem]) -> Node:
 
 def _merge(base: Node, over: Node, path: tuple[str, ...], problems: list[Problem]) -> Node:
     if not isinstance(base.value, dict) or not isinstance(over.value, dict):
-        return _without_drops(over, problems)
+        return _without_drops(over, problems, path)
     if len(path) == 2 and path[0] == "stages":
         base = _without_stale_settings(base, over)
     members = dict(base.map)
     for key, node in over.value.items():
-        if node.drop:
+        if node.drop and path[:2] == ARM_PATH:
+            members[key] = node  # what it drops is in the file, over which all of this is laid later
+        elif node.drop:
             _drop(members, key, node, path, problems)
         else:
             key = _same_key(members, key, path)
@@ -39,7 +42,7 @@ def _merge(base: Node, over: Node, path: tuple[str, ...], problems: list[Problem
 def _lay(held: Node | None, node: Node, path: tuple[str, ...], problems: list[Problem]) -> Node:
     """A member laid over another, which keeps its key's place: there a reader looks for it first."""
     if held is None:
-        return _without_drops(node, problems)
+        return _without_drops(node, problems, path)
     return replace(_merge(held, node, path, problems), key=held.key)
 
 
@@ -71,21 +74,23 @@ def _drop(members: dict[str, Node], key: str, node: Node, path: tuple[str, ...],
 
 def strip_drops(node: Node, problems: list[Problem]) -> Node:
     """The tree of a file that extends nothing: every `!drop` in it is a mistake."""
-    return _without_drops(node, problems)
+    return _without_drops(node, problems, ())
 
 
-def _without_drops(node: Node, problems: list[Problem]) -> Node:
+def _without_drops(node: Node, problems: list[Problem], path: tuple[str, ...]) -> Node:
+    if path[:2] == ARM_PATH:
+        return node
     if node.drop:
         problems.append(Problem("FI113", "There is nothing below this file to drop.", node.where))
         return node
     if isinstance(node.value, tuple):
-        return replace(node, value=tuple(_without_drops(item, problems) for item in node.value))
+        return replace(node, value=tuple(_without_drops(item, problems, (*path, "")) for item in node.value))
     kept = {}
     for key, member in node.map.items():
         if member.drop:
             problems.append(Problem("FI113", f"There is no `{key}` below this file to drop.", member.where))
         else:
-            kept[key] = _without_drops(member, problems)
+            kept[key] = _without_drops(member, problems, (*path, key))
     return node.with_map(kept) if isinstance(node.value, dict) else node
 
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
-from flowinfer.units import ByteSize, Duration
+from flowinfer.spec.limits import parse_limits
+from flowinfer.units import ByteSize, Duration, Share
 
 NAME_PATTERN = r"^[a-z][a-z0-9_-]{0,62}$"
 DEVICE_PATTERN = r"^(auto|cpu|cuda:[0-9]+)$"
@@ -145,6 +146,57 @@ class Edge(Section):
     """Closes a loop, as from verify back to decode."""
 
 
+class ArmOverlay(Section):
+    """What arm B of an experiment changes; laid over the file as an overlay is."""
+
+    stages: dict[Name, Any] | None = None
+    """Stages that differ, come, or go (`!drop`)."""
+    edges: dict[str, Any] | None = None
+    """Edges that differ, come, or go."""
+    workers: dict[Name, Any] | None = None
+    """Workers of arm B."""
+    vars: dict[str, Any] | None = None
+    """Variables with another value in arm B."""
+
+
+class Experiment(Section):
+    """Sends a part of the traffic another way through the graph, beside all other traffic, and tells which is better.
+
+    Arm A is the file as it stands, arm B the same with `with` laid over it. Stages that don't differ are shared.
+    """
+
+    name: Name = "experiment"
+    """Name in the journal, the metrics and the report."""
+    with_: ArmOverlay | str = Field(alias="with")
+    """What arm B changes: stages, edges, workers and vars, or the name of an overlay file."""
+    split: Share | None = None
+    """The share of sessions that arm B answers, as in 10%. A session stays in its arm."""
+    mirror: Share | None = None
+    """The share of sessions whose requests are copied to arm B, whose answers nobody gets."""
+    stop_if: dict[str, str] = {}
+    """What ends the experiment: `errors: "> 1%"`, `ttft_p95: "> 1.5x"` (of arm A) or `"> 800ms"`."""
+    min_requests: int = Field(default=50, ge=1)
+    """Requests that each arm must have answered before stop_if is looked at."""
+    max_open: int = Field(default=4, ge=1)
+    """With mirror: copies under way at a time; more are dropped and counted."""
+    workers: Literal["own", "shared"] = "own"
+    """own: stages of arm B that hold weights or memory run in workers of their own. shared: in those of arm A."""
+    texts: int = Field(default=20, ge=0)
+    """With mirror: pairs of answers that differ whose texts are kept to read."""
+
+    @model_validator(mode="after")
+    def _whole(self) -> Experiment:
+        if (self.split is None) == (self.mirror is None):
+            raise ValueError("give either `split` or `mirror`")
+        return self
+
+    @field_validator("stop_if")
+    @classmethod
+    def _limits(cls, written: dict[str, str]) -> dict[str, str]:
+        parse_limits(written)
+        return written
+
+
 EdgeKey = Annotated[str, Field(pattern=EDGE_PATTERN)]
 
 
@@ -164,3 +216,4 @@ class Spec(Section):
     stages: dict[Name, StageEntry] = Field(default_factory=dict)
     edges: dict[EdgeKey, Edge | None] = Field(default_factory=dict)
     network: Network | None = None
+    experiment: Experiment | None = None

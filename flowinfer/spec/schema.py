@@ -25,7 +25,13 @@ _UNITS = {
         "pattern": r"^[0-9]+(\.[0-9]+)? ?(B|[KMGT]iB|[kKMGT]B)$",
         "examples": ["1GiB", "512MiB"],
     },
+    "share": {"type": "string", "pattern": r"^[0-9]+(\.[0-9]+)? ?%$", "examples": ["10%"]},
     "tokens": {"type": "string", "pattern": r"^[0-9]+(\.[0-9]+)? ?[km]?$", "examples": ["2k", "4096"]},
+}
+
+_PLAIN_NUMBERS: dict[str, dict[str, Any]] = {  # what may be written without a unit
+    "tokens": {"type": "integer", "minimum": 0},
+    "share": {"type": "number", "minimum": 0, "maximum": 1},
 }
 
 
@@ -42,6 +48,8 @@ def json_schema() -> dict[str, Any]:
     properties["stages"] = _named("StageEntry", NAME_PATTERN, "Stages by name.")
     properties["workers"] = _named("Worker", NAME_PATTERN, "Workers by name.")
     properties["edges"] = _named("Edge", EDGE_PATTERN, "Edges: `a -> b`, or `a.output -> b.input`.")
+    arm = definitions["ArmOverlay"]["properties"]
+    arm |= {key: {**properties[key], "description": arm[key]["description"]} for key in ("stages", "workers", "edges")}
     return {
         "$schema": DRAFT,
         "$id": "https://flowinfer.dev/schema/1",
@@ -131,8 +139,7 @@ def _with_variables(value: dict[str, Any]) -> dict[str, Any]:
     inner = {key: _deeper(key, item) for key, item in value.items() if key not in ("title", "required")}
     unit = inner.pop("unit", None)
     if unit in _UNITS:
-        plain = {"type": "integer", "minimum": 0} if unit == "tokens" else {"const": 0}
-        return _choice(inner, [_UNITS[unit], plain])
+        return _choice(inner, [_UNITS[unit], _PLAIN_NUMBERS.get(unit, {"const": 0})])
     if inner.get("type") in ("integer", "number", "boolean") or {"enum", "const", "pattern"} & inner.keys():
         return _choice(inner, [{key: item for key, item in inner.items() if key not in ("default", "description")}])
     return inner

@@ -11,7 +11,7 @@ from flowinfer.errors import Mark, Problem
 from flowinfer.spec import models
 from flowinfer.spec.edges import EdgeKey, parse_edge
 from flowinfer.spec.hints import closest, did_you_mean
-from flowinfer.spec.models import Edge, Network, Serve, StageEntry, Worker
+from flowinfer.spec.models import Edge, Experiment, Network, Serve, StageEntry, Worker
 from flowinfer.spec.tree import Node
 from flowinfer.spec.validation import STRUCTURE, validate
 
@@ -26,6 +26,7 @@ class Sections:
     name: str = "service"
     serve: Serve = field(default_factory=Serve)
     network: Network = field(default_factory=Network)
+    experiment: Experiment | None = None
     workers: dict[str, Worker] = field(default_factory=dict)
     stages: dict[str, StageEntry] = field(default_factory=dict)
     edges: dict[str, tuple[EdgeKey, Edge]] = field(default_factory=dict)
@@ -56,6 +57,7 @@ class _SectionReader:
             name=self.name(),
             serve=self.section("serve", Serve) or Serve(),
             network=self.section("network", Network) or Network(),
+            experiment=self.section("experiment", Experiment),
             workers={name: w for name in self.members("workers") if (w := self.worker(name))},
             stages={name: s for name in self.members("stages") if (s := self.stage(name))},
             edges={name: e for name in self.members("edges") if (e := self.edge(name))},

@@ -51,6 +51,8 @@ def _item(node: Node, indent: str) -> Iterator[Line]:
 
 
 def _flow(node: Node) -> str:
+    if node.drop:
+        return "!drop"
     if isinstance(node.value, dict):
         return "{" + ", ".join(f"{_key(key)}: {_flow(member) or 'null'}" for key, member in node.map.items()) + "}"
     if isinstance(node.value, tuple):

@@ -165,7 +165,7 @@ class CacheLookup(Stage):
         from flowinfer.channel import Publisher
 
         key = ("block-events", config.port, config.replay_port)  # the stage that takes over shares it for a while
-        publisher = self.ctx.shared(key, lambda: Publisher(config.port, config.replay_port))
+        publisher = self.ctx.shared(key, lambda: Publisher(config.port, config.replay_port), arms=True)
         try:
             publisher.open()
         except TransportError as error:

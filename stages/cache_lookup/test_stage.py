@@ -47,7 +47,7 @@ class Context:
 
     stage = "lookup"
 
-    def shared(self, key: object, make: Callable[[], Any]) -> Any:
+    def shared(self, key: object, make: Callable[[], Any], *, arms: bool = False) -> Any:
         return make()
 
     def __init__(self) -> None:

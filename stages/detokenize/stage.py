@@ -45,7 +45,7 @@ class Detokenize(Stage):
         from flowinfer.text.tokenizer import load_tokenizer
 
         folder = resolve(self.config.model)
-        self.use(self.ctx.shared(("tokenizer", str(folder)), lambda: load_tokenizer(folder)))
+        self.use(self.ctx.shared(("tokenizer", str(folder)), lambda: load_tokenizer(folder), arms=True))
 
     def use(self, tokenizer: TextTokenizer) -> None:
         """Works with this tokenizer."""

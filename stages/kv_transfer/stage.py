@@ -45,6 +45,7 @@ class KVTransfer(Stage):
                 held=frozenset({"sequences"}),
                 units={"sequences": "blocks"},
                 beside=frozenset({"moe-decode"}),
+                reads=frozenset({"cache-lookup"}),
             )
 
     config: Config

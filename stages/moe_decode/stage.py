@@ -55,6 +55,7 @@ class MoeDecode(Stage):
                 drops=frozenset({"kv", "prefix", "bucket"}),
                 model=ModelUse(self.model, weights=True, dtype=self.dtype),
                 beside=frozenset({"spec-verify"}),
+                reads=frozenset({"cache-lookup"}),
             )
 
     config: Config

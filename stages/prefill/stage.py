@@ -66,6 +66,7 @@ class Prefill(Stage):
                 model=ModelUse(self.model, weights=True, dtype=self.dtype),
                 held=frozenset({"prompts"}),
                 reserves=True,
+                reads=frozenset({"cache-lookup"}),
             )
 
     config: Config

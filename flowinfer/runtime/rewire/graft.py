@@ -119,7 +119,10 @@ class Graft:
             if run.name in self.made:
                 for output in outputs:
                     run.add_output(output)
-            elif set(outputs) != {edge for edges in run.outputs.values() for edge in edges}:
+            elif differing := set(outputs) ^ {edge for edges in run.outputs.values() for edge in edges}:
+                if all(output.edge.arm == "b" for output in differing):
+                    run.replace(outputs)  # nothing of arm B is open before it comes and when it goes
+                    continue
                 run.fork(layer, outputs)
                 layer.is_forked = True
         for run in layer.runs:
@@ -136,7 +139,7 @@ class Graft:
         """The way of an edge out of this run: the one that it has, if that ends where the plan says."""
         target = now.get(edge.target)
         if target is None:
-            outbox = self.group.outbox_of(edge.name)
+            outbox = self.group.outbox_of(edge)
             outbox.edge = edge
             return outbox
         inbox = target.inboxes[edge.port]
@@ -148,14 +151,14 @@ class Graft:
 
 
 def forked(
-    layers: Iterable[tuple[Layer, Callable[[Message], None]]], rest: Callable[[Message], None]
+    parts: Iterable[tuple[Collection[str], Callable[[Message], None]]], rest: Callable[[Message], None]
 ) -> Callable[[Message], None]:
-    """A put that sends each request's part of a message to the layer that knows it, and what is left to `rest`."""
-    ways = tuple(layers)
+    """A put that sends each request's part of a message the way of those that it belongs to; what is left to `rest`."""
+    ways = tuple(parts)
 
     def put(message: Message) -> None:
-        for layer, old in ways:
-            mine, left = split(message, layer.ids)
+        for ids, old in ways:
+            mine, left = split(message, ids)
             if mine is not None:
                 old(mine)
             if left is None:

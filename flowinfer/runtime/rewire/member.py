@@ -165,7 +165,8 @@ class Member:
         for name, (edge, inbox, held) in list(self.worker.inputs.items()):
             now = edges[name]
             self.worker.inputs[name] = (now, inbox, held)
-            self._regrant(name, edge, now, before, plan)
+            if edge.source in before.stages:
+                self._regrant(name, edge, now, before, plan)
 
     def _regrant(self, name: str, edge: EdgePlan, now: EdgePlan, before: Plan, plan: Plan) -> None:
         worker = self.worker

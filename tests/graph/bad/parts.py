@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Literal
 
-from flowinfer.message import Call, Logits, Prompt, Proposal, Sequence, Text, Tokens
+from flowinfer.message import Call, Logits, Message, Prompt, Proposal, Sequence, Text, Tokens
 from flowinfer.stage import Conflict, Contract, ModelUse, Stage, StageConfig
 
 
@@ -144,3 +144,35 @@ class Read(Stage):
     """Logits become text."""
 
     def step(self, logits: list[Logits]) -> Iterable[Text]: ...
+
+
+class OtherTok(Tok):
+    """Another way from calls to prompts."""
+
+
+class Note(Message):
+    """A message of a request that can't carry an arm."""
+
+    id: str
+
+
+class Write(Stage):
+    """Calls become notes."""
+
+    def step(self, calls: list[Call]) -> Iterable[Note]: ...
+
+
+class Copy(Stage):
+    """Notes go through."""
+
+    def step(self, notes: list[Note]) -> Iterable[Note]: ...
+
+
+class ReadNotes(Stage):
+    """Notes become text."""
+
+    def step(self, notes: list[Note]) -> Iterable[Text]: ...
+
+
+class OtherRead(ReadNotes):
+    """Another way from notes to text."""
