@@ -79,6 +79,10 @@ def _stage(stage: StageNode) -> StagePlan:
     return StagePlan(name=stage.name, kind=stage.kind, config=config, worker=stage.worker or "", mark=str(stage.mark))
 
 
+# Settings of the stage that tokenizes which the front needs to count as it does.
+_CHAT = {"template", "recipe", "template_args", "tool_parser", "reasoning_parser"}
+
+
 def _api(graph: Graph) -> StagePlan:
     """The HTTP front: its settings are the `serve` section and the models that the stages name."""
     serve = graph.document.sections.serve
@@ -89,8 +93,9 @@ def _api(graph: Graph) -> StagePlan:
         "max_requests": serve.max_requests,
         "request_timeout": format_duration(serve.request_timeout),
     }
-    templates = [found for s in graph.stages.values() if (found := getattr(s.config, "template", None))]
-    config |= {"template": templates[0]} if templates else {}
+    chats = [s.config for s in graph.stages.values() if s.config is not None and hasattr(s.config, "template_args")]
+    if chats and (chat := chats[0].model_dump(mode="json", include=_CHAT, exclude_defaults=True)):
+        config["chat"] = chat
     return StagePlan(name=API, kind=API, config=config | _guards(graph.document), worker=FRONT)
 
 

@@ -57,10 +57,10 @@ class App:
         self._gateway = gateway
         self._sink_of = sink_of
         config = gateway.config
-        self._limits = Limits(config.models, config.max_requests, config.default_max_tokens, config.tools)
+        self._limits = Limits.of(config, gateway.defaults)
         limits = {"requests": config.key_requests, "per_minute": config.key_rate}
         self.access = Access.of(config.keys, os.environ.get(KEYS_VARIABLE, ""), **limits)
-        self._tokens = Tokens(lambda: load_for(config.models, config.template))
+        self._tokens = Tokens(lambda: load_for(config.models, config.chat))
         self._started = int(time.time())
         self._router = Router(self._routes(), redirect_slashes=False, default=_unknown_path)
 

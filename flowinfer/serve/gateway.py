@@ -16,6 +16,9 @@ from pydantic import Field, PositiveInt
 from flowinfer.errors import RequestError
 from flowinfer.graph.plan import Plan
 from flowinfer.message import (
+    Arms as ArmsEvent,
+)
+from flowinfer.message import (
     Call,
     Cancel,
     Drain,
@@ -35,6 +38,8 @@ from flowinfer.message import (
 )
 from flowinfer.observe import metrics
 from flowinfer.observe.fleet import Fleet
+from flowinfer.serve.defaults import Defaults
+from flowinfer.serve.arms import Arms, ExperimentConfig
 from flowinfer.serve.ledger import Entry, Ledger, Sink
 from flowinfer.serve.openai.job import draw_seed
 from flowinfer.serve.policy import Admission
@@ -62,15 +67,17 @@ class GatewayConfig(StageConfig):
     default_max_tokens: TokenCount = setting(
         2**20, change="live"
     )  # of a chat that names none: as much as the context leaves
+    sampling: dict[str, float] = setting({}, change="live")  # what requests leave open; what it lacks, the model says
     tools: bool = False  # a stage can read calls; whether the model's template takes tools, it says itself
     vllm_metrics: bool = True
-    template: str | None = None  # a chat template instead of the model's, for /tokenize
+    chat: dict[str, Any] = Field(default={})  # how recipe-tokenize tells chats, for /tokenize and counts
     keys: dict[str, str] = Field(default={})  # SHA-256 of each client's key
     key_requests: PositiveInt | None = None
     key_rate: PositiveInt | None = None  # requests a minute of each key
     cors: tuple[str, ...] = ()
     tls_cert: str = ""
     tls_key: str = ""
+    experiment: ExperimentConfig | None = setting(None, change="live")
 
     @classmethod
     def of(cls, plan: Plan) -> GatewayConfig:
@@ -92,13 +99,14 @@ class Gateway(Stage):
 
     kind = "api"
     Config = GatewayConfig
-    listens = (Failure, WorkerDown, WorkerUp, Moved, Stats, Serving, Drain, TraceTold)
+    listens = (Failure, WorkerDown, WorkerUp, Moved, Stats, Serving, Drain, TraceTold, ArmsEvent)
     config: GatewayConfig
 
     def __init__(self, config: GatewayConfig, ctx: Context) -> None:
         super().__init__(config, ctx)
         self.ledger = Ledger()
         self.admission = Admission(config.max_requests)
+        self.defaults = Defaults(config.sampling)
         self.fleet = Fleet()
         self.after_step: Callable[[], None] = lambda: None
         self._commands: deque[Command] = deque()
@@ -108,6 +116,8 @@ class Gateway(Stage):
         self._traces: dict[str, list[TraceTold]] = {}
         self._armed = float("inf")
         self._server: HttpServer | None = None
+        self.arms: Arms | None = None
+        self._take_experiment(config)
 
     # ------------------------------------------------------------------------------------------- called by any thread
 
@@ -135,8 +145,9 @@ class Gateway(Stage):
         self._command(lambda now: self._ask_trace(id, answer, now))
 
     def reconfigure(self, config: GatewayConfig) -> None:
-        """Admits and times out by these limits from now on; open requests keep their deadlines."""
+        """Admits, times out and samples by these settings from now on; open requests keep theirs."""
         self.admission.max_requests = config.max_requests
+        self.defaults.set(config.sampling)
 
     def drain(self) -> None:
         """Refuses new requests from now on; open ones go on."""
@@ -158,6 +169,7 @@ class Gateway(Stage):
 
     def open(self) -> None:
         if self.ctx.listener is not None:
+            self.defaults.read_models(self.config.models)
             from flowinfer.serve.server import HttpServer
 
             self._server = HttpServer(self, self.ctx.listener)

@@ -16,7 +16,7 @@ from flowinfer.message import Ids
 from flowinfer.text.traced import Segment
 from flowinfer.text.vocabulary import Vocabulary
 
-_SURROGATES = dict.fromkeys(range(0xD800, 0xE000), "\ufffd")
+SURROGATES = dict.fromkeys(range(0xD800, 0xE000), "\ufffd")
 Part = int | str  # a control token, or plain text
 
 
@@ -83,7 +83,7 @@ class Encoder:
             # The batch call is the one that lets go of the GIL, and it skips offsets: 10 % faster here.
             encodings = tokenizer.encode_batch_fast(texts, add_special_tokens=False)
         except (TypeError, UnicodeError):  # half a surrogate pair, which JSON can spell
-            return self._encode_runs([text.translate(_SURROGATES) for text in texts], first=first)
+            return self._encode_runs([text.translate(SURROGATES) for text in texts], first=first)
         found = [encoding.ids for encoding in encodings]
         return [
             ids if self._forbidden.isdisjoint(ids) else self._split(text, first=first)

@@ -11,7 +11,7 @@ import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime
-from typing import Any
+from typing import Any, Protocol
 
 import jinja2
 from jinja2 import nodes
@@ -21,10 +21,14 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
 
 from flowinfer.errors import ModelError, RequestError
+from flowinfer.text.reply.formats import reasoning_format_of, tool_format_of
 from flowinfer.text.traced import Segment, Traced, join_traced, segments_of
 
 # A role of this list is one of a few words, not free text: templates build markers of it, as in '<|' + role + '|>'.
 ROLES = frozenset({"system", "developer", "user", "assistant", "tool", "function", "ipython"})
+# What templates call the switch of reasoning: a word for how much, or a flag.
+EFFORT, FLAGS = "reasoning_effort", ("enable_thinking", "thinking")
+SWITCHES = (EFFORT, *FLAGS)
 TRACED_FILTERS = frozenset(
     {"trim", "join", "replace", "upper", "lower", "capitalize", "string", "default", "d", "safe", "format"}
 )
@@ -48,6 +52,22 @@ class TemplateRefusal(jinja2.TemplateError):
     """What the template itself says by raise_exception."""
 
 
+class ChatFormat(Protocol):
+    """How a model is told a chat, and how it answers.
+
+    tools, reasoning: names of the formats that it writes, "" for none.  switches: arguments that turn thinking on.
+    """
+
+    tools: str
+    reasoning: str
+    switches: frozenset[str]
+
+    def render(
+        self, messages: Messages, tools: Tools | None = None, /, *, add_generation_prompt: bool = True, **arguments: Any
+    ) -> list[Segment]:
+        """The conversation as segments. Raises RequestError (400) where the format refuses it."""
+
+
 class ChatTemplate:
     """A compiled chat template. variables: special tokens by name (bos_token, …), which count as the author's."""
 
@@ -57,6 +77,8 @@ class ChatTemplate:
         self.source = source
         self._variables = dict(variables or {})
         self._now = now
+        self.tools, self.reasoning = tool_format_of(source), reasoning_format_of(source)
+        self.switches = frozenset(name for name in SWITCHES if re.search(rf"\b{name}\b", source))
         self._environment = environment(now)
         self._template = _compile(source, TracingEnvironment(self._environment))
 
@@ -67,17 +89,22 @@ class ChatTemplate:
         /,
         *,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
         **arguments: Any,
     ) -> list[Segment]:
-        """The conversation as segments. Raises RequestError (400) with the template's own words where it refuses."""
+        """The conversation as segments. Raises RequestError (400) with the template's own words where it refuses.
+
+        continue_final_message: the last message is the beginning of the answer, so nothing is written behind it.
+        """
         reserved = _RESERVED | self._variables.keys() | self._environment.globals.keys()
         taken = [name for name in arguments if name in reserved]
         if taken:
             raise RequestError(400, f"{taken[0]!r} can't be set for a chat template.", param="chat_template_kwargs")
-        values = {**arguments, "add_generation_prompt": add_generation_prompt}
+        values = {**arguments, "add_generation_prompt": add_generation_prompt and not continue_final_message}
         values |= {name: Traced.author(text) for name, text in self._variables.items()}
         try:
-            return segments_of(self._template.render(values, messages=_with_roles(messages), tools=tools))
+            text = self._template.render(values, messages=_with_roles(messages), tools=tools)
+            return segments_of(_up_to(text, messages[-1]) if continue_final_message else text)
         except TemplateRefusal as error:
             raise RequestError(
                 400, f"The chat template refuses: {error}", code="chat_template", param="messages"
@@ -100,6 +127,15 @@ class ChatTemplate:
         called = {call.node.attr for call in tree.find_all(nodes.Call) if isinstance(call.node, nodes.Getattr)}
         untraced = {name for name in called if hasattr(str, name) and name not in _TRACED_METHODS}
         return sorted(filters | {f".{name}()" for name in untraced})
+
+
+def _up_to(text: str, message: Mapping[str, Any]) -> str:
+    """The prompt up to where its last message's own text ends. Raises TemplateRefusal where it isn't to be found."""
+    content = str(message.get("content") or "").rstrip()
+    end = text.rfind(content) if content else -1
+    if end < 0:
+        raise TemplateRefusal("it shows no text of the last message that could be continued")
+    return text[: end + len(content)]
 
 
 _RESERVED = frozenset({"messages", "tools", "bos_token", "eos_token", "self", "loop", "caller", "varargs", "kwargs"})

@@ -13,10 +13,11 @@ import numpy as np
 
 from flowinfer.errors import ModelError, RequestError
 from flowinfer.message import Ids
+from flowinfer.text.deepseek import RECIPE_OF, DeepSeekRecipe, RecipeName
 from flowinfer.text.encoding import Encoder, Part
 from flowinfer.text.incremental import Glyphs, strip_opening
 from flowinfer.text.selftest import check_template
-from flowinfer.text.template import ChatTemplate, Messages, Tools
+from flowinfer.text.template import ChatFormat, ChatTemplate, Messages, Tools
 from flowinfer.text.traced import Segment
 from flowinfer.text.vocabulary import Vocabulary
 
@@ -51,7 +52,10 @@ class TextTokenizer:
         self._bos = self._opening_ids(config.get("add_bos_token"))
         self._bytes = vocabulary.token_bytes()
         self._longest = max(1, *map(len, self._bytes))
-        self.templates = {name: ChatTemplate(text, self.special_tokens) for name, text in (templates or {}).items()}
+        self.templates: dict[str, ChatFormat] = {
+            name: ChatTemplate(text, self.special_tokens) for name, text in (templates or {}).items()
+        }
+        self.recipe: RecipeName | None = None  # the model's own, for one that brings no template
 
     def encode_plain(self, text: str) -> Ids:
         """Ids, int32 [tokens], of text in which nothing is a marker; no BOS."""
@@ -84,6 +88,12 @@ class TextTokenizer:
         other.templates = {"default": ChatTemplate(source, self.special_tokens)}
         return other
 
+    def with_recipe(self, name: RecipeName) -> TextTokenizer:
+        """The same tokenizer with this encoding of chats instead of the model's template."""
+        other = copy.copy(self)
+        other.templates = {"default": DeepSeekRecipe(name)}
+        return other
+
     def glyphs(self, shown: Collection[str] = ()) -> Glyphs:
         """The tables that streams of this model share. Special tokens give no text, but for those that hold `shown`."""
         special, added = self.vocabulary.special_ids, self.vocabulary.added
@@ -93,7 +103,10 @@ class TextTokenizer:
     def check_templates(self) -> None:
         """Renders benign conversations and compares with plain Jinja and plain encoding. Raises ModelError."""
         for name, template in self.templates.items():
-            check_template(template, self._encoder, self.vocabulary, name)
+            if isinstance(template, ChatTemplate):
+                check_template(template, self._encoder, self.vocabulary, name)
+            elif isinstance(template, DeepSeekRecipe):
+                template.check(self._encoder)
 
     def min_tokens(self, num_chars: int) -> int:
         """A number of tokens that so much text surely has: what is hopelessly long needn't be tokenized to know it."""
@@ -132,7 +145,7 @@ def load_tokenizer(folder: Path) -> TextTokenizer:
     config, model = _read(folder / "tokenizer_config.json"), _read(folder / "config.json")
     model = {**model, **(model.get("text_config") or {})}
     limits = [model.get("max_position_embeddings"), config.get("model_max_length")]
-    return TextTokenizer(
+    tokenizer = TextTokenizer(
         Vocabulary.load(folder),
         templates=_templates(folder, config),
         config=config,
@@ -140,6 +153,8 @@ def load_tokenizer(folder: Path) -> TextTokenizer:
         context_length=min([int(limit) for limit in limits if limit and limit < _NO_LIMIT], default=_NO_LIMIT),
         vocab_size=model.get("vocab_size"),
     )
+    tokenizer.recipe = RECIPE_OF.get(str(model.get("model_type")))
+    return tokenizer
 
 
 def _read(path: Path) -> dict[str, Any]:

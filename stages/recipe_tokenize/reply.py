@@ -2,31 +2,33 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from flowinfer.errors import RequestError
 from flowinfer.message import ReplyFormat
-from flowinfer.text.reply.formats import THINK_OPEN, reasoning_format_of, tool_format_of
+from flowinfer.text.reply.formats import THINK_OPEN
+from flowinfer.text.template import EFFORT, FLAGS
 
 if TYPE_CHECKING:
     from flowinfer.text.tokenizer import TextTokenizer
     from flowinfer.text.traced import Segment
 
 _OFF = "none"
-# What templates call the switch of reasoning: a word for how much, or a flag.
-_EFFORT, _FLAGS = "reasoning_effort", ("enable_thinking", "thinking")
 
 
 @dataclass(frozen=True)
 class Habits:
-    """How a model writes. tools, reasoning: names of formats, "" for none. switches: the template's, for thinking."""
+    """How a model writes. tools, reasoning: names of formats, "" for none. switches: the template's, for thinking.
+
+    defaults: arguments of the template where a request doesn't say.
+    """
 
     tools: str
     reasoning: str
     switches: frozenset[str]
+    defaults: Mapping[str, Any] = field(default_factory=dict)
 
     def check_tools(self, tools: Sequence[Mapping[str, Any]] | None) -> None:
         """Raises RequestError (400) for tools that the model knows no format for."""
@@ -36,15 +38,16 @@ class Habits:
 
     def arguments(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """Template arguments, with a reasoning_effort told in the template's own way. Raises RequestError (400)."""
-        effort = given.get(_EFFORT)
+        effort = given.get(EFFORT)
         if effort is None:
-            return dict(given)
+            return {**self.defaults, **given}
         if not self.switches and effort != _OFF:
-            message = f"{_EFFORT!r} is not supported: this model's chat template has no switch for reasoning."
-            raise RequestError(400, message, code="unsupported_parameter", param=_EFFORT)
-        told = {name: effort != _OFF for name in _FLAGS if name in self.switches}
-        told |= {_EFFORT: effort} if _EFFORT in self.switches else {}
-        return told | {name: value for name, value in given.items() if name != _EFFORT}
+            message = f"{EFFORT!r} is not supported: this model's chat template has no switch for reasoning."
+            raise RequestError(400, message, code="unsupported_parameter", param=EFFORT)
+        told = {name: effort != _OFF for name in FLAGS if name in self.switches}
+        told |= {EFFORT: effort} if EFFORT in self.switches else {}
+        told = {**self.defaults, **told}
+        return told | {name: value for name, value in given.items() if name != EFFORT}
 
     def format_of(self, tools: Sequence[Mapping[str, Any]] | None, prompt: Sequence[Segment]) -> ReplyFormat | None:
         """How to take the answer to this prompt apart; None if all of it is text."""
@@ -59,13 +62,16 @@ class Habits:
         )
 
 
-def habits_of(tokenizer: TextTokenizer, tool_parser: str, reasoning_parser: str) -> Habits:
+def habits_of(
+    tokenizer: TextTokenizer, tool_parser: str, reasoning_parser: str, defaults: Mapping[str, Any] | None = None
+) -> Habits:
     """What a model's templates tell, where the settings say `auto`."""
-    source = "\n".join(template.source for template in tokenizer.templates.values())
+    formats = tokenizer.templates.values()
     return Habits(
-        tools=_chosen(tool_parser, tool_format_of(source)),
-        reasoning=_chosen(reasoning_parser, reasoning_format_of(source)),
-        switches=frozenset(name for name in (_EFFORT, *_FLAGS) if re.search(rf"\b{name}\b", source)),
+        tools=_chosen(tool_parser, next((form.tools for form in formats if form.tools), "")),
+        reasoning=_chosen(reasoning_parser, next((form.reasoning for form in formats if form.reasoning), "")),
+        switches=frozenset().union(*(form.switches for form in formats)),
+        defaults=defaults or {},
     )
 
 

@@ -5,16 +5,17 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection, Iterable
 from functools import partial
-from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
+from pydantic import Field, model_validator
 
-from flowinfer.errors import ModelError, RequestError
+from flowinfer.errors import RequestError
 from flowinfer.message import Call, Grammar, Ids, Prompt, ReplyFormat
 from flowinfer.stage import Contract, ModelUse, Stage, StageConfig, setting
 from flowinfer.stages.recipe_tokenize import policy, reply
+from flowinfer.stages.recipe_tokenize.told import Recipe, told_by
 from flowinfer.text.reply.formats import ReasoningParser, ToolParser
 from flowinfer.units import TokenCount
 
@@ -32,8 +33,16 @@ class RecipeTokenize(Stage):
         model: str = setting("", change="cold")
         max_prompt_tokens: TokenCount | None = None
         template: str | None = None
+        recipe: Recipe = "auto"
+        template_args: dict[str, Any] = Field(default={})
         tool_parser: ToolParser = "auto"
         reasoning_parser: ReasoningParser = "auto"
+
+        @model_validator(mode="after")
+        def _one_format(self) -> RecipeTokenize.Config:
+            if self.template and self.recipe not in ("auto", "template"):
+                raise ValueError(f"both template and recipe ({self.recipe}) say how chats are told; give one of them")
+            return self
 
         def contract(self) -> Contract:
             return Contract(model=ModelUse(self.model))
@@ -50,11 +59,11 @@ class RecipeTokenize(Stage):
 
     def use(self, tokenizer: TextTokenizer) -> None:
         """Works with this tokenizer. Raises ModelError where its templates can't be followed or read."""
-        if self.config.template:
-            tokenizer = tokenizer.with_template(_read(self.config.template))
+        tokenizer = told_by(tokenizer, self.config.template, self.config.recipe)
         tokenizer.check_templates()
         self.tokenizer = tokenizer
-        self._habits = reply.habits_of(tokenizer, self.config.tool_parser, self.config.reasoning_parser)
+        config = self.config
+        self._habits = reply.habits_of(tokenizer, config.tool_parser, config.reasoning_parser, config.template_args)
         self._pooled: set[str] = set()
 
     def step(self, calls: list[Call]) -> Iterable[Prompt]:
@@ -107,6 +116,7 @@ class RecipeTokenize(Stage):
             sampling=msgspec.structs.replace(sampling, grammar=grammar),
             cache_salt=call.cache_salt,
             cache_class=call.cache_class,
+            cache_keep_s=call.cache_keep_s,
             deadline=call.deadline,
         )
 
@@ -157,10 +167,3 @@ class RecipeTokenize(Stage):
             message = f"`prompt` holds token id {bad[0]}; the model's ids are 0 to {self.tokenizer.vocab_size - 1}."
             raise RequestError(400, message, code="invalid_value", param="prompt")
         return ids.astype(np.int32)
-
-
-def _read(template: str) -> str:
-    try:
-        return Path(template).expanduser().read_text(encoding="utf-8")
-    except OSError as error:
-        raise ModelError(f"The chat template {template!r} can't be read: {error.strerror}.") from error

@@ -70,3 +70,19 @@ def test_it_writes_english_through_the_stages() -> None:
     service.send(prompt("story", ids, max_tokens=40))
     answer = tokenizer.decode(service.finish(["story"])["story"])
     assert answer.isascii() and {"the", "was"} <= set(answer.split())
+
+
+def test_the_makers_recipe_gives_its_prompts_too() -> None:
+    pytest.importorskip("deepseek_recipe")
+    tokenizer = load_tokenizer(hub.resolve(NAME))
+    recipe = tokenizer.with_recipe("deepseek-v4")
+    recipe.check_templates()
+    chat = [
+        {"role": "user", "content": "Hi."},
+        {"role": "assistant", "content": "Yes?"},
+        {"role": "user", "content": "A"},
+    ]
+    for thinking in (False, True):
+        own = tokenizer.encode_segments(tokenizer.render(chat, thinking=thinking)).tolist()
+        effort = "low" if thinking else "none"  # the others put a preamble first
+        assert recipe.encode_segments(recipe.render(chat, reasoning_effort=effort)).tolist() == own

@@ -249,3 +249,21 @@ def test_templates_cant_leave_the_sandbox() -> None:
 def test_dates_come_from_the_clock_given() -> None:
     template = ChatTemplate("{{ strftime_now('%Y') }}", now=lambda: datetime(2031, 1, 1))
     assert template.render([{"role": "user", "content": ""}]) == [Segment(False, "2031")]
+
+
+@pytest.mark.parametrize("kind", ["byte", "spm", "unigram"])
+@pytest.mark.parametrize("template", ["chatml", "qwen3", "llama3", "mistral", "zephyr", "gemma"])
+def test_a_begun_answer_is_the_end_of_the_prompt(make_tokenizer: Any, kind: str, template: str) -> None:
+    tokenizer = make_tokenizer(kind, template)
+    begun = {"role": "assistant", "content": "The capital </s> is"}
+    segments = tokenizer.render([{"role": "user", "content": "a"}, begun], continue_final_message=True)
+    whole = tokenizer.render([{"role": "user", "content": "a"}, begun], add_generation_prompt=False)
+    assert segments[-1].text.endswith(begun["content"]) and not segments[-1].control
+    text = "".join(segment.text for segment in segments)
+    assert "".join(segment.text for segment in whole).startswith(text)
+
+
+def test_an_answer_without_text_cannot_be_gone_on_with(make_tokenizer: Any) -> None:
+    tokenizer = make_tokenizer("byte", "chatml")
+    with pytest.raises(RequestError, match="could be continued"):
+        tokenizer.render([{"role": "assistant", "content": " "}], continue_final_message=True)

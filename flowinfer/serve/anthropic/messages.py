@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -85,7 +86,7 @@ def message_job(request: MessageRequest, id: str, limits: Limits) -> Job:
     refuse(request, NEUTRAL_ALONE)
     call = Call(
         id=id,
-        sampling=_sampling(request),
+        sampling=_sampling(request, limits.defaults.of(request.model)),
         messages=rendered.messages,
         tools=rendered.tools,
         tool_choice=_tool_choice(request, rendered.tools),
@@ -110,18 +111,30 @@ def render(request: Conversation, limits: Limits) -> Rendered:
     refuse(request, NEUTRAL)
     if not request.messages:
         raise invalid("messages", "needs at least one message.")
-    if request.messages[-1].role == "assistant":
-        raise unsupported("messages", "ends with the assistant: continuing a given answer is not supported")
     messages = messages_of([(turn.role, turn.content) for turn in request.messages])
     if request.system:
         messages = [{"role": "system", "content": system_text(request.system)}, *messages]
     has_tools = any(message["role"] == "tool" or "tool_calls" in message for message in messages)
     if (request.tools or has_tools) and not limits.tools:
         raise unsupported("tools")
-    return Rendered(messages, _tools(request), {"reasoning_effort": "high" if _thinks(request) else "none"})
+    args: dict[str, Any] = {"reasoning_effort": "high" if _thinks(request) else "none"}
+    if request.messages[-1].role == "assistant":
+        args["continue_final_message"] = True
+        _check_beginning(messages[-1], thinks=_thinks(request))
+    return Rendered(messages, _tools(request), args)
 
 
-def _sampling(request: MessageRequest) -> Sampling:
+def _check_beginning(message: dict[str, Any], *, thinks: bool) -> None:
+    """Raises RequestError unless an assistant's last turn is the beginning of an answer, as in Anthropic's own API."""
+    if thinks:
+        raise invalid("messages", "a last turn of the assistant can't be continued while thinking is enabled.")
+    if "tool_calls" in message:
+        raise invalid("messages", "a last turn of the assistant that calls tools needs their results behind it.")
+    if message["content"] != message["content"].rstrip() or not message["content"]:
+        raise invalid("messages", "a last turn of the assistant must not be empty or end with white space.")
+
+
+def _sampling(request: MessageRequest, defaults: Mapping[str, float]) -> Sampling:
     in_range("max_tokens", request.max_tokens, 1, MAX_TOKEN_ID)
     in_range("temperature", request.temperature, 0, 1)
     in_range("top_p", request.top_p, 0, 1, open_low=True)
@@ -129,12 +142,20 @@ def _sampling(request: MessageRequest) -> Sampling:
     stops = tuple(request.stop_sequences or ())
     if len(stops) > MAX_STOP or "" in stops:
         raise invalid("stop_sequences", f"takes up to {MAX_STOP} strings that aren't empty.")
+
+    def value(given: float | None, name: str, otherwise: float) -> float:
+        return float(defaults.get(name, otherwise) if given is None else given)
+
     return Sampling(
         max_tokens=request.max_tokens,
-        temperature=1.0 if request.temperature is None else request.temperature,
-        top_k=request.top_k or 0,
-        top_p=1.0 if request.top_p is None else request.top_p,
-        seed=draw_seed(),
+        temperature=value(request.temperature, "temperature", 1.0),
+        top_k=int(value(request.top_k, "top_k", 0)),
+        top_p=value(request.top_p, "top_p", 1.0),
+        min_p=value(None, "min_p", 0.0),
+        repetition_penalty=value(None, "repetition_penalty", 1.0),
+        presence_penalty=value(None, "presence_penalty", 0.0),
+        frequency_penalty=value(None, "frequency_penalty", 0.0),
+        seed=int(defaults["seed"]) if "seed" in defaults else draw_seed(),
         stop=stops,
     )
 

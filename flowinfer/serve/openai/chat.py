@@ -27,7 +27,7 @@ from flowinfer.serve.openai.messages import ChatMessage, plain_messages
 from flowinfer.serve.openai.stream import StreamShape
 from flowinfer.serve.openai.tools import choice_of, offered
 
-_OWN_ARGS = {"messages", "tools", "add_generation_prompt"}  # of the template, set by the service
+_OWN_ARGS = {"messages", "tools", "add_generation_prompt", "continue_final_message"}  # set by the service
 
 
 class ChatRequest(Common, forbid_unknown_fields=True, kw_only=True):
@@ -57,6 +57,7 @@ class ChatRequest(Common, forbid_unknown_fields=True, kw_only=True):
     verbosity: str | None = None
     web_search_options: Any = None
     chat_template_kwargs: dict[str, Any] | None = None
+    continue_final_message: bool | None = None
 
 
 # What each field may say without changing the answer. `metadata`, `user`, `safety_identifier` and `prompt_cache_key`
@@ -83,7 +84,9 @@ def chat_job(request: ChatRequest, id: str, limits: Limits) -> Job:
     refuse(request, NEUTRAL)
     check_stream(request)
     check_cache(request)
-    sampling = sampling_of(request, _max_tokens(request, limits), _logprobs(request), grammar_of(request))
+    defaults = limits.defaults.of(request.model)
+    max_tokens = _max_tokens(request, int(defaults.get("max_tokens", limits.default_max_tokens)))
+    sampling = sampling_of(request, max_tokens, _logprobs(request), grammar_of(request), defaults)
     num_choices = check_choices(request, 1, limits)
     messages = plain_messages(request.messages, tools=limits.tools)
     tools = offered(request.tools, request.tool_choice, limits)
@@ -119,13 +122,13 @@ def _choice(first: Call, id: str, k: int) -> Call:
     return msgspec.structs.replace(first, id=f"{id}#{k}", sampling=sampling)
 
 
-def _max_tokens(request: ChatRequest, limits: Limits) -> int:
+def _max_tokens(request: ChatRequest, default: int) -> int:
     old, new = request.max_tokens, request.max_completion_tokens
     in_range("max_tokens", old, 1, MAX_TOKEN_ID)
     in_range("max_completion_tokens", new, 1, MAX_TOKEN_ID)
     if old is not None and new is not None and old != new:
         raise invalid("max_tokens", f"says {old}, but max_completion_tokens says {new}; give one of them.")
-    return new or old or limits.default_max_tokens
+    return new or old or default
 
 
 def _logprobs(request: ChatRequest) -> int | None:
@@ -139,4 +142,8 @@ def _template_args(request: ChatRequest) -> dict[str, Any]:
     args = request.chat_template_kwargs or {}
     if taken := _OWN_ARGS & args.keys():
         raise invalid(f"chat_template_kwargs.{min(taken)}", "is set by the service.")
+    if request.continue_final_message:
+        if request.messages[-1].role != "assistant":
+            raise invalid("continue_final_message", "needs a last message of the assistant.")
+        args = {"continue_final_message": True} | args
     return args if request.reasoning_effort is None else {"reasoning_effort": request.reasoning_effort} | args
