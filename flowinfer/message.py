@@ -375,7 +375,7 @@ class Serving(Event):
     """All workers are up and connected: the gateway may admit."""
 
 
-class Arms(Event):
+class SetArms(Event):
     """Tells the gateway whether requests may go to arm B of the experiment. abort: those that still do are failed."""
 
     open: bool
@@ -383,7 +383,7 @@ class Arms(Event):
 
 
 class ArmsClosed(Event):
-    """The gateway's answer to Arms(open=False), to "supervisor": nothing of arm B is open any more."""
+    """The gateway's answer to SetArms(open=False), to "supervisor": nothing of arm B is open any more."""
 
 
 class Breach(Event):

@@ -25,7 +25,18 @@ WAIT_BUCKETS: Bounds = (
 # fmt: on
 
 # Rows of the dashboard, in order.
-ROWS = ("Traffic", "Latency", "Edges", "Stages", "Prefix cache", "Speculation", "KV pool", "KV transfer", "Workers")
+ROWS = (
+    "Traffic",
+    "Latency",
+    "Experiment",
+    "Edges",
+    "Stages",
+    "Prefix cache",
+    "Speculation",
+    "KV pool",
+    "KV transfer",
+    "Workers",
+)
 
 
 @dataclass(frozen=True)
@@ -115,6 +126,43 @@ LATENCY = (
     ),
 )
 
+EXPERIMENT = (
+    _counter(
+        "arm_requests_total",
+        "Requests and copies of an experiment that ended, by arm and result.",
+        "Experiment",
+        "experiment",
+        "arm",
+        "result",
+    ),
+    _counter(
+        "mirror_dropped_total",
+        "Copies that weren't sent or were given up, by reason.",
+        "Experiment",
+        "experiment",
+        "reason",
+    ),
+    _seconds(
+        "arm_time_to_first_token_seconds",
+        "Admission to first token, by arm.",
+        "Experiment",
+        TTFT_BUCKETS,
+        "experiment",
+        "arm",
+    ),
+    _seconds(
+        "arm_time_per_output_token_seconds",
+        "Mean time per token after the first, by arm.",
+        "Experiment",
+        ITL_BUCKETS,
+        "experiment",
+        "arm",
+    ),
+    _seconds(
+        "arm_request_latency_seconds", "Admission to end, by arm.", "Experiment", REQUEST_BUCKETS, "experiment", "arm"
+    ),
+)
+
 EDGES = (
     _counter("edge_messages_total", "Messages sent on an edge.", "Edges", "edge"),
     _counter("edge_bytes_total", "Bytes sent on an edge between workers.", "Edges", "edge", unit="bytes"),
@@ -144,9 +192,10 @@ CACHE = (
     _counter("prefix_cache_hits_tokens_total", "Prompt tokens reused.", "Prefix cache", vllm="prefix_cache_hits"),
     _counter("prefix_cache_evictions_total", "Cached blocks evicted.", "Prefix cache"),
     _gauge("prefix_cache_blocks", "Blocks whose content is cached.", "Prefix cache"),
-    _counter("disk_cache_blocks_total", "Blocks of the disk tier, by what was done.", "Prefix cache", "event"),
-    _counter("disk_cache_faults_total", "Reads and writes of the disk tier that failed.", "Prefix cache", "cause"),
-    _gauge("disk_cache_read_bytes_per_second", "Speed of restoring from disk.", "Prefix cache", unit="Bps"),
+    _counter("cache_tier_blocks_total", "Blocks of lower tiers, by what was done.", "Prefix cache", "tier", "event"),
+    _counter("cache_tier_faults_total", "Reads and writes of lower tiers that failed.", "Prefix cache", "tier", "cause"),
+    _gauge("cache_tier_read_bytes_per_second", "Speed of restoring.", "Prefix cache", "tier", unit="Bps"),
+    _seconds("cache_tier_restore_seconds", "Duration of restoring a prefix.", "Prefix cache", WAIT_BUCKETS, "tier"),
 )
 
 SPECULATION = (
@@ -191,7 +240,9 @@ WORKERS = (
     _counter("log_lines_dropped_total", "Log lines that came too fast, or couldn't be written.", "Workers"),
 )
 
-CATALOG: tuple[Metric, ...] = TRAFFIC + LATENCY + EDGES + STAGES + CACHE + SPECULATION + KV_POOL + TRANSFER + WORKERS
+CATALOG: tuple[Metric, ...] = (
+    TRAFFIC + LATENCY + EXPERIMENT + EDGES + STAGES + CACHE + SPECULATION + KV_POOL + TRANSFER + WORKERS
+)
 BY_NAME: dict[str, Metric] = {metric.name: metric for metric in CATALOG}
 
 

@@ -14,10 +14,7 @@ import msgspec
 from pydantic import Field, PositiveInt
 
 from flowinfer.errors import RequestError
-from flowinfer.graph.plan import Plan
-from flowinfer.message import (
-    Arms as ArmsEvent,
-)
+from flowinfer.graph.plan import API, Plan
 from flowinfer.message import (
     Call,
     Cancel,
@@ -29,6 +26,7 @@ from flowinfer.message import (
     Moved,
     Piece,
     Serving,
+    SetArms,
     Stats,
     Text,
     TraceAsk,
@@ -38,8 +36,8 @@ from flowinfer.message import (
 )
 from flowinfer.observe import metrics
 from flowinfer.observe.fleet import Fleet
-from flowinfer.serve.defaults import Defaults
 from flowinfer.serve.arms import Arms, ExperimentConfig
+from flowinfer.serve.defaults import Defaults
 from flowinfer.serve.ledger import Entry, Ledger, Sink
 from flowinfer.serve.openai.job import draw_seed
 from flowinfer.serve.policy import Admission
@@ -82,13 +80,15 @@ class GatewayConfig(StageConfig):
     @classmethod
     def of(cls, plan: Plan) -> GatewayConfig:
         """The settings that a plan implies: its `serve` section and the models that its stages name."""
-        models = dict.fromkeys(stage.config["model"] for stage in plan.stages.values() if "model" in stage.config)
-        serve = plan.serve
+        ours = [stage for stage in plan.stages.values() if stage.arm != "b"]  # arm B answers to the names of arm A
+        models = dict.fromkeys(stage.config["model"] for stage in ours if "model" in stage.config)
+        serve, own = plan.serve, plan.stages[API].config if API in plan.stages else {}
         values: dict[str, Any] = {
             "apis": serve.apis,
             "models": tuple(str(model) for model in models) or (plan.name,),
             "max_requests": serve.max_requests,
             "request_timeout": format_duration(serve.request_timeout_s),
+            "sampling": own.get("sampling", {}),
             "tools": any(stage.config.get("tool_parser", "none") != "none" for stage in plan.stages.values()),
         }
         return cls.model_validate(values)
@@ -99,7 +99,7 @@ class Gateway(Stage):
 
     kind = "api"
     Config = GatewayConfig
-    listens = (Failure, WorkerDown, WorkerUp, Moved, Stats, Serving, Drain, TraceTold, ArmsEvent)
+    listens = (Failure, WorkerDown, WorkerUp, Moved, Stats, Serving, Drain, TraceTold, SetArms)
     config: GatewayConfig
 
     def __init__(self, config: GatewayConfig, ctx: Context) -> None:
@@ -148,6 +148,23 @@ class Gateway(Stage):
         """Admits, times out and samples by these settings from now on; open requests keep theirs."""
         self.admission.max_requests = config.max_requests
         self.defaults.set(config.sampling)
+        self._take_experiment(config)
+
+    def _take_experiment(self, config: GatewayConfig) -> None:
+        """Begins, changes or ends an experiment; the first request goes to arm B once all workers know it."""
+        new, old = config.experiment, self.arms
+        self.admission.set_aside(new.workers if new else ())
+        if old is not None and new is not None and (old.config.name, old.config.digest, old.config.mode) == (
+            new.name,
+            new.digest,
+            new.mode,
+        ):
+            old.reshare(new)
+            return
+        if old is not None:
+            self._cancelled += old.drop_copies(old.copies.ids(), "ended")
+            old.end("changed" if new else "ended")
+        self.arms = Arms(new, self.ctx, self.fleet) if new else None
 
     def drain(self) -> None:
         """Refuses new requests from now on; open ones go on."""
@@ -181,6 +198,9 @@ class Gateway(Stage):
             list(self._commands.popleft()(self.ctx.clock.now()))  # what waits to come in is told so
         for id in self.ledger.ids():
             self._fail(id, RequestError(503, "The service stopped.", code="service_unavailable"))
+        if self.arms is not None:
+            self._cancelled += self.arms.drop_copies(self.arms.copies.ids(), "stopped")
+            self.arms.end("the service stopped")
         self._flush()
         if self._server is not None:
             self._server.stop()
@@ -214,16 +234,24 @@ class Gateway(Stage):
                 self._fail(event.id, _error_of(event))
             case Moved():
                 self.ledger.move(event.ids, event.worker, event.generation)
+                if self.arms is not None:
+                    self.arms.copies.move(event.ids, event.worker, event.generation)
             case WorkerDown():
                 self._worker_down(event)
             case WorkerUp():
                 self.admission.worker_up(event.worker, event.generation)
+                if self.arms is not None:
+                    self.arms.worker_up(event.worker.rpartition(".")[0])
             case Stats():
                 self.fleet.update(event.worker, event.samples)
             case TraceTold():
                 self._traces.setdefault(event.id, []).append(event)
             case Serving():
                 self.admission.serving = True
+                if self.arms is not None:
+                    self.arms.open()
+            case SetArms() if self.arms is not None:
+                self._open_or_close(self.arms, event)
             case Drain():
                 self.drain()
         self._flush()
@@ -252,11 +280,19 @@ class Gateway(Stage):
                 call.sampling = msgspec.structs.replace(call.sampling, seed=draw_seed())
             self.ledger.open(Entry(call.id, sink, now, call.deadline, group))
         self._record.received(len(calls))
-        return calls
+        copies = self.arms.admit(calls, now, now + self.config.request_timeout) if self.arms is not None else []
+        return [*calls, *copies]
 
     def _take(self, piece: Piece, now: float) -> None:
         entry = self.ledger.find(piece.id)
-        if entry is None:
+        aborted = piece.finish is not None and piece.finish.reason == "abort"
+        if self.arms is not None and not aborted and self.arms.take(piece, now):
+            if piece.finish is not None:
+                (self._cancelled if isinstance(piece.finish.stop, str) else self._ended).append(piece.id)
+            return
+        if entry is None and aborted:
+            self._fail(piece.id, RequestError(500, "The service gave this copy up.", code="aborted"))
+        elif entry is None:
             self._record.late()
         elif piece.finish is not None and piece.finish.reason == "abort":
             self._fail(piece.id, RequestError(500, "The service gave this request up.", code="aborted"))
@@ -271,6 +307,8 @@ class Gateway(Stage):
 
     def _fail(self, id: str, error: RequestError, cause: str = "failure") -> None:
         entry = self.ledger.find(id)
+        if self.arms is not None and self.arms.fail(id, error, self.ctx.clock.now()):
+            self._cancelled.append(id)
         if entry is not None:
             self._record.failed(error)
             self._abandon(entry.group, cause)
@@ -280,6 +318,8 @@ class Gateway(Stage):
         dropped = [id for id in ids if self.ledger.close(id)]
         self._cancelled += dropped
         self._record.cancelled(cause, len(dropped))
+        if self.arms is not None:
+            self._cancelled += self.arms.leave(dropped)
         return ()
 
     def _worker_down(self, event: WorkerDown) -> None:
@@ -288,6 +328,23 @@ class Gateway(Stage):
         message = f"Worker {event.worker!r} died while it held this request. Please send it again."
         for id in self.ledger.held_by(event.worker, event.generation):
             self._fail(id, RequestError(503, message, code="worker_died", retry_after_s=1.0))
+        if self.arms is not None:
+            worker = event.worker.rpartition(".")[0]
+            if not self.admission.runs(worker):
+                self.arms.worker_down(worker)
+            for id in self.arms.copies.held_by(event.worker, event.generation):
+                self._fail(id, RequestError(503, message, code="worker_died"))
+
+    def _open_or_close(self, arms: Arms, event: SetArms) -> None:
+        if event.open:
+            arms.open()
+            return
+        arms.close()
+        self._cancelled += arms.drop_copies(arms.copies.ids(), "closing")
+        if event.abort:
+            message = "The experiment that this request was part of has ended. Please send it again."
+            for id in arms.open_in_b():
+                self._fail(id, RequestError(503, message, code="rewired", retry_after_s=1.0))
 
     def _probe(self, answer: Callable[[RequestError | None], object]) -> Iterable[Call]:
         refusal = self.admission.refusal(len(self.ledger), 1, full=self.ctx.full("call"))
@@ -307,6 +364,8 @@ class Gateway(Stage):
 
     def _arm(self) -> None:
         when = self.ledger.next_deadline()
+        if self.arms is not None and (copy := self.arms.copies.next_deadline()) is not None:
+            when = copy if when is None else min(when, copy)
         if when is not None and when < self._armed:
             self._armed = when
             self.ctx.call_at(when, self._expire)
@@ -316,6 +375,8 @@ class Gateway(Stage):
         for id in self.ledger.expired(self.ctx.clock.now()):
             message = f"The request took longer than {format_duration(self.config.request_timeout)}."
             self._fail(id, RequestError(504, message, code="timeout"), cause="deadline")
+        for id in self.arms.copies.expired(self.ctx.clock.now()) if self.arms is not None else ():
+            self._fail(id, RequestError(504, "The copy took too long.", code="timeout"))
         self._arm()
         self._flush()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from flowinfer.errors import RequestError
@@ -20,6 +21,8 @@ class Admission:
     max_requests: int
     serving: bool = False  # all workers have started
     draining: bool = False
+    _aside: set[str] = field(default_factory=set)  # workers of an arm B, without which arm A goes on
+    _arm: set[str] = field(default_factory=set)  # of those, the workers of the experiment that runs
     _up: dict[str, int] = field(default_factory=dict)  # instance -> generation
     _down: dict[str, int] = field(default_factory=dict)
 
@@ -27,6 +30,17 @@ class Admission:
         if generation > self._down.get(worker, -1):
             self._down.pop(worker, None)
             self._up[worker] = generation
+            if (name := worker.rpartition(".")[0]) not in self._arm:
+                self._aside.discard(name)
+
+    def set_aside(self, workers: Collection[str]) -> None:
+        """Workers that only an experiment needs: their death keeps nobody out, also when the experiment is over."""
+        self._arm = set(workers)
+        self._aside |= self._arm
+
+    def runs(self, worker: str) -> bool:
+        """True while an instance of this worker runs."""
+        return any(instance.rpartition(".")[0] == worker for instance in self._up)
 
     def worker_down(self, worker: str, generation: int) -> None:
         if generation >= self._up.get(worker, -1):
@@ -36,7 +50,8 @@ class Admission:
     def missing(self) -> str | None:
         """A worker of which no instance runs, if there is one. Instances are named `<worker>.<replica>`."""
         running = {instance.rpartition(".")[0] for instance in self._up}
-        return next((w for w in (i.rpartition(".")[0] for i in self._down) if w not in running), None)
+        down = (instance.rpartition(".")[0] for instance in self._down)
+        return next((worker for worker in down if worker not in running and worker not in self._aside), None)
 
     def refusal(self, num_open: int, wanted: int, *, full: bool) -> tuple[str, RequestError] | None:
         """Why `wanted` more sequences can't come in (a word for the metrics, the error), or None."""
