@@ -5,6 +5,7 @@ from __future__ import annotations
 import queue
 from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -57,7 +58,7 @@ def batch(
         _check_same_batch(journal, keys, source)
         fetch_models(plan)
         config = GatewayConfig.of(plan)
-        limits = Limits(config.models, max(in_flight, 1), config.default_max_tokens, config.tools)
+        limits = replace(Limits.of(config), max_requests=max(in_flight, 1))
         console = Console(stderr=True)
         with console.status(f"Loading {plan.name}"):
             service = LocalService(plan)

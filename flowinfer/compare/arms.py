@@ -68,7 +68,7 @@ class LocalArm:
     def __init__(self, plan: Plan, opened: Callable[[LocalService], None] = lambda service: None) -> None:
         config = GatewayConfig.of(plan)
         self._model = config.models[0]
-        self._limits = Limits(config.models, config.max_requests, config.default_max_tokens, config.tools)
+        self._limits = Limits.of(config)
         self._service = LocalService(plan)
         self._service.open()
         opened(self._service)

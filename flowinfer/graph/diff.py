@@ -307,6 +307,7 @@ def _arm_in_words(settings: Any) -> str:
 
 def _leaves(path: str, was: Any, now: Any) -> Iterator[tuple[str, Any, Any]]:
     """The members of two maps that differ, each by its path; anything else as a whole."""
+    was, now = ({} if side is ABSENT and isinstance(other, dict) else side for side, other in ((was, now), (now, was)))
     if not (isinstance(was, dict) and isinstance(now, dict)):
         yield path, was, now
         return

@@ -96,13 +96,14 @@ def _api(graph: Graph) -> StagePlan:
     chats = [s.config for s in graph.stages.values() if s.config is not None and hasattr(s.config, "template_args")]
     if chats and (chat := chats[0].model_dump(mode="json", include=_CHAT, exclude_defaults=True)):
         config["chat"] = chat
-    return StagePlan(name=API, kind=API, config=config | _guards(graph.document), worker=FRONT)
+    return StagePlan(name=API, kind=API, config=config | _extras(graph.document), worker=FRONT)
 
 
-def _guards(document: Document) -> dict[str, Any]:
+def _extras(document: Document) -> dict[str, Any]:
     """Settings of the front that most files don't have."""
     serve = document.sections.serve
     found = {
+        "sampling": serve.sampling.model_dump(exclude_none=True) if serve.sampling else {},
         "keys": dict(serve.keys),
         "key_requests": serve.key_requests,
         "key_rate": serve.key_rate,

@@ -41,6 +41,30 @@ class Tls(Section):
     """A PEM file with the private key."""
 
 
+class Sampling(Section):
+    """How requests are sampled where they don't say. What is left out here, the model's generation_config.json says,
+    and what that leaves out is as in the OpenAI API."""
+
+    temperature: float | None = Field(default=None, ge=0, le=2)
+    """0 is greedy."""
+    top_p: float | None = Field(default=None, gt=0, le=1)
+    """The least set of tokens that is this likely."""
+    top_k: int | None = Field(default=None, ge=0)
+    """The likeliest tokens; 0 for all."""
+    min_p: float | None = Field(default=None, ge=0, le=1)
+    """Tokens that are at least this share as likely as the likeliest."""
+    repetition_penalty: float | None = Field(default=None, gt=0, le=10)
+    """Divides the logits of tokens that were there; 1 is off."""
+    presence_penalty: float | None = Field(default=None, ge=-2, le=2)
+    """Taken from the logits of tokens that were in the answer."""
+    frequency_penalty: float | None = Field(default=None, ge=-2, le=2)
+    """As presence_penalty, for each time that a token was there."""
+    max_tokens: int | None = Field(default=None, ge=1)
+    """Length of an answer; without it, a chat gets what the context leaves."""
+    seed: int | None = Field(default=None, ge=0, le=2**63 - 1)
+    """Makes equal requests give equal answers; without it, each gets a seed of its own."""
+
+
 class Serve(Section):
     """The HTTP front."""
 
@@ -54,6 +78,8 @@ class Serve(Section):
     """Open requests beyond which new ones get 429."""
     request_timeout: Duration = 600.0
     """A request that takes longer fails with 504."""
+    sampling: Sampling | None = None
+    """Sampling defaults."""
     drain_timeout: Duration = 30.0
     """How long a stop waits for open requests."""
     keys: dict[Name, Annotated[str, Field(pattern=DIGEST_PATTERN)]] = {}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import msgspec
@@ -95,20 +95,36 @@ def check_model(model: str, limits: Limits) -> None:
         raise RequestError(404, message, code="model_not_found", param="model")
 
 
-def sampling_of(request: Common, max_tokens: int, logprobs: int | None, grammar: Grammar | None = None) -> Sampling:
-    """The checked sampling settings of a request. Raises RequestError naming the field at fault."""
+def sampling_of(
+    request: Common,
+    max_tokens: int,
+    logprobs: int | None,
+    grammar: Grammar | None = None,
+    defaults: Mapping[str, float] | None = None,
+) -> Sampling:
+    """The checked sampling settings of a request. Raises RequestError naming the field at fault.
+
+    defaults: what a field is where the request doesn't say, by its name; else it is as in the OpenAI API.
+    """
     _check_ranges(request, max_tokens)
+    default = defaults or {}
+
+    def value(name: str, otherwise: float) -> float:
+        given = getattr(request, name)
+        return float(default.get(name, otherwise) if given is None else given)
+
+    seed = default.get("seed") if request.seed is None else request.seed
     return Sampling(
         max_tokens=max_tokens,
         min_tokens=request.min_tokens or 0,
-        temperature=_or(request.temperature, 1.0),
-        top_k=max(0, request.top_k or 0),
-        top_p=_or(request.top_p, 1.0),
-        min_p=request.min_p or 0.0,
-        repetition_penalty=_or(request.repetition_penalty, 1.0),
-        presence_penalty=request.presence_penalty or 0.0,
-        frequency_penalty=request.frequency_penalty or 0.0,
-        seed=draw_seed() if request.seed is None else request.seed % (1 << SEED_BITS),
+        temperature=value("temperature", 1.0),
+        top_k=max(0, int(value("top_k", 0))),
+        top_p=value("top_p", 1.0),
+        min_p=value("min_p", 0.0),
+        repetition_penalty=value("repetition_penalty", 1.0),
+        presence_penalty=value("presence_penalty", 0.0),
+        frequency_penalty=value("frequency_penalty", 0.0),
+        seed=draw_seed() if seed is None else int(seed) % (1 << SEED_BITS),
         stop=_stops(request.stop),
         stop_token_ids=_token_ids("stop_token_ids", request.stop_token_ids or []),
         ignore_eos=bool(request.ignore_eos),
@@ -173,10 +189,6 @@ def _bias(bias: dict[str, float]) -> dict[int, float]:
         in_range(f"logit_bias.{key}", value, -100, 100)
         checked[int(key)] = float(value)
     return checked
-
-
-def _or(value: float | None, default: float) -> float:
-    return default if value is None else value
 
 
 def check_cache(request: Common) -> None:

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
 
 from flowinfer.errors import RequestError
 from flowinfer.message import Call, Piece
+from flowinfer.serve.defaults import Defaults
+
+if TYPE_CHECKING:
+    from flowinfer.serve.gateway import GatewayConfig
 
 KEEP_ALIVE = b": keep-alive\n\n"
 
@@ -47,12 +51,21 @@ class Job:
 
 @dataclass(frozen=True)
 class Limits:
-    """What the service allows; from the gateway's settings."""
+    """What the service allows; from the gateway's settings. defaults: for what requests leave open."""
 
     models: tuple[str, ...]
     max_requests: int
     default_max_tokens: int
     tools: bool
+    defaults: Defaults = field(default_factory=Defaults)
+
+    @classmethod
+    def of(cls, config: GatewayConfig, defaults: Defaults | None = None) -> Limits:
+        """The limits of a service with these settings; its models' own defaults are read where none are given."""
+        if defaults is None:
+            defaults = Defaults(config.sampling)
+            defaults.read_models(config.models)
+        return cls(config.models, config.max_requests, config.default_max_tokens, config.tools, defaults)
 
 
 SEED_BITS = 63
