@@ -35,7 +35,7 @@ def test(paths: tuple[Path, ...], url: str | None) -> None:
         for outcome in run_over_http(path, url) if url else run_inline(path):
             num_run += 1
             num_failed += bool(outcome.problems)
-            console.print("  [red]failed[/]" if outcome.problems else "  [green]passed[/]", outcome.case.name)
+            console.print("  [red]failed[/]" if outcome.problems else "  [green]passed[/]", outcome.name)
             for problem in outcome.problems:
                 console.print(f"         {problem}", markup=False)
     only_python = not num_run and any(path.is_dir() and any(path.glob("test_*.py")) for path in paths)

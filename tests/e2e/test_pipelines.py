@@ -20,7 +20,7 @@ def test_every_pipeline_has_a_test() -> None:
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_inline(path: Path, smollm2: Path) -> None:
     outcomes = list(run_inline(path))
-    assert {o.case.name: o.problems for o in outcomes if o.problems} == {}
+    assert {o.name: o.problems for o in outcomes if o.problems} == {}
     assert outcomes
 
 
@@ -29,7 +29,7 @@ def test_over_http_in_three_processes(smollm2: Path) -> None:
     settings = [f"{key}={value}" for key, value in PipelineTest.load(path).set.items()]
     with service("prod.yaml", *settings) as running:
         outcomes = list(run_over_http(path, f"http://127.0.0.1:{running.port}"))
-    assert {o.case.name: o.problems for o in outcomes if o.problems} == {}
+    assert {o.name: o.problems for o in outcomes if o.problems} == {}
 
 
 def test_kv_travels_as_frames_where_memory_isnt_shared(smollm2: Path) -> None:
@@ -37,4 +37,4 @@ def test_kv_travels_as_frames_where_memory_isnt_shared(smollm2: Path) -> None:
     path = ROOT / "pipelines" / "prod_test.yaml"
     with service("prod.yaml", *settings) as running:
         outcomes = list(run_over_http(path, f"http://127.0.0.1:{running.port}"))
-    assert {o.case.name: o.problems for o in outcomes if o.problems} == {}
+    assert {o.name: o.problems for o in outcomes if o.problems} == {}
