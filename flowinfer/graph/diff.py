@@ -19,6 +19,7 @@ from flowinfer.units import format_share
 ORDER: tuple[ChangeClass, ...] = ("live", "warm", "cold", "refused")
 Loader = Callable[[StagePlan], type[Stage]]
 ABSENT = "(absent)"
+LOGGED = "for what is logged from then on"
 
 
 class Change(msgspec.Struct, frozen=True, kw_only=True):
@@ -265,6 +266,9 @@ class _Comparison:
                 yield Change(
                     path=f"{path}.replicas", before=before.replicas, after=after.replicas, kind="warm", how=how
                 )
+            if before.log_level != after.log_level:
+                was, now = before.log_level or "(as serve)", after.log_level or "(as serve)"
+                yield Change(path=f"{path}.log_level", before=was, after=now, kind="live", how=LOGGED)
             for key, word in (("device", "device"), ("threads", "threads"), ("kv_bytes", "kv_memory")):
                 was, now = getattr(before, key), getattr(after, key)
                 if was != now:
@@ -286,6 +290,9 @@ class _Comparison:
         was, now = self.old.serve.drain_timeout_s, self.new.serve.drain_timeout_s
         if was != now:
             yield Change(path="serve.drain_timeout", before=was, after=now, kind="live", how="used by the next drain")
+        was, now = self.old.serve.log_level, self.new.serve.log_level
+        if was != now:
+            yield Change(path="serve.log_level", before=was, after=now, kind="live", how=LOGGED)
 
     def _network(self) -> Iterator[Change]:
         if self.old.network != self.new.network:

@@ -65,6 +65,7 @@ class WorkerPlan(msgspec.Struct, frozen=True, kw_only=True):
     threads: int = 1
     kv_bytes: int = 0
     tier_bytes: int = 0
+    log_level: str = ""  # "": as the service
     mark: str = ""
 
 
@@ -77,6 +78,7 @@ class ServePlan(msgspec.Struct, frozen=True, kw_only=True):
     max_requests: int = 256
     request_timeout_s: float = 600.0
     drain_timeout_s: float = 30.0
+    log_level: str = "info"  # of workers that name none
     tls: bool = False  # the front serves HTTPS
 
 
@@ -119,3 +121,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     allow_local: bool = False
     epoch: int = 1
     experiment: ExperimentPlan | None = None
+
+    def log_level(self, worker: str) -> str:
+        """From which level on the processes of this worker log."""
+        return self.workers[worker].log_level or self.serve.log_level

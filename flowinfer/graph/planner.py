@@ -160,6 +160,7 @@ def _workers(graph: Graph, order: list[str]) -> dict[str, WorkerPlan]:
             threads=worker.threads or _threads(declared, loading, name),
             kv_bytes=worker.kv_memory,
             tier_bytes=memory // models if name in loading else 0,
+            log_level=worker.log_level or "",
             mark=str(graph.document.mark("workers", name)),
         )
     return plans
@@ -198,6 +199,7 @@ def _serve(document: Document) -> ServePlan:
         max_requests=serve.max_requests,
         request_timeout_s=serve.request_timeout,
         drain_timeout_s=serve.drain_timeout,
+        log_level=serve.log_level,
         tls=serve.tls is not None,
     )
 

@@ -112,6 +112,15 @@ def start(folder: Path, worker: str, generation: int) -> LogFile:
     return handler
 
 
+def set_level(level: str) -> None:
+    """From which level on FlowInfer's own code logs, as files write it; the terminal shows none below a warning."""
+    number = logging.getLevelNamesMapping()[level.upper()]
+    logging.getLogger("flowinfer").setLevel(number)
+    for handler in logging.getLogger().handlers:
+        if type(handler) is logging.StreamHandler:
+            handler.setLevel(max(logging.WARNING, number))
+
+
 def note(folder: Path, text: str, *, worker: str, level: str = "INFO") -> None:
     """Appends a line to the log of a process that doesn't log by `logging`: what the supervisor says."""
     path = folder / FOLDER / f"{worker}.jsonl"

@@ -374,6 +374,8 @@ class Group:
 
     def _close_requests(self, requests: Collection[str]) -> list[str]:
         new = self.closed.add(requests, self.clock.now())
+        if log.isEnabledFor(logging.DEBUG):
+            log.debug("%s closes %s", self.name, ", ".join(new))
         for request in new:
             self.open_requests.pop(request, None)
             self.arms.pop(request, None)

@@ -400,6 +400,7 @@ class Worker(Group):
             return
         self.channel.connect(up.worker, up.generation, Endpoints(up.data, up.control))
         self.peers[up.worker] = up.generation
+        log.debug("%s is connected to %s, generation %d", self.name, up.worker, up.generation)
         worker = self._worker_of(up.worker)
         for edge, _, _ in self.inputs.values():
             if self.plan.stages[edge.source].worker == worker:
@@ -412,6 +413,7 @@ class Worker(Group):
 
     def _disconnect(self, down: WorkerDown) -> None:
         self._dead[down.worker] = max(down.generation, self._dead.get(down.worker, 0))
+        log.debug("%s knows that %s, generation %d, is gone", self.name, down.worker, down.generation)
         if self.peers.get(down.worker, 0) > down.generation:
             return
         self.peers.pop(down.worker, None)

@@ -41,6 +41,7 @@ def main() -> None:
     logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
     logging.getLogger().handlers[0].setLevel(logging.WARNING)  # the terminal's; the log in the run directory has more
     logs.start(Path(boot.run_dir), boot.name, boot.generation)
+    logs.set_level(boot.plan.log_level(boot.worker))
     code = 0
     try:
         serve(boot)

@@ -25,6 +25,9 @@ AutoSize = Annotated[ByteSize, BeforeValidator(_auto, json_schema_input_type=Lit
 AutoCount = Annotated[int, BeforeValidator(_auto, json_schema_input_type=Literal["auto"] | int), Field(ge=0, le=1024)]
 
 
+LogLevel = Literal["debug", "info", "warning", "error"]
+
+
 class Section(BaseModel):
     """Base of all sections: unknown keys are errors."""
 
@@ -82,6 +85,8 @@ class Serve(Section):
     """Sampling defaults."""
     drain_timeout: Duration = 30.0
     """How long a stop waits for open requests."""
+    log_level: LogLevel = "info"
+    """From which level on the processes log; the terminal shows warnings and errors of these."""
     keys: dict[Name, Annotated[str, Field(pattern=DIGEST_PATTERN)]] = {}
     """Who may ask: by name, the SHA-256 of the client's API key (printf %s KEY | sha256sum). Nobody named: everybody.
 
@@ -108,6 +113,8 @@ class Worker(Section):
     """Torch threads of each process; auto shares the cores out."""
     kv_memory: AutoSize = 0
     """Memory for keys and values of each process; auto takes what the device has to spare."""
+    log_level: LogLevel | None = None
+    """From which level on this worker logs; without it, as `serve.log_level` says."""
 
 
 class Curve(Section):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -9,6 +10,7 @@ import msgspec
 from flowinfer.errors import FlowInferError, RequestError
 from flowinfer.graph.plan import EdgePlan, Plan
 from flowinfer.message import Event
+from flowinfer.observe import logs
 from flowinfer.runtime.events import (
     SUPERVISOR,
     Abandon,
@@ -25,6 +27,8 @@ from flowinfer.runtime.rewire.graft import Graft, Layer
 
 if TYPE_CHECKING:
     from flowinfer.runtime.worker import Worker
+
+log = logging.getLogger("flowinfer.worker")
 
 CHECK_S = 0.02  # between two looks at what still drains
 
@@ -111,6 +115,8 @@ class Member:
             return
         self.on_probation = True
         self.worker.channel.raise_epoch(plan.epoch)
+        logs.set_level(plan.log_level(self.worker.worker))
+        log.info("%s runs epoch %d", self.worker.name, plan.epoch)
         self._resize(before, plan)
         self._leaving = set(event.leaving)
         for outbox in self.worker.outputs.values():
