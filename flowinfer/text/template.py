@@ -52,6 +52,11 @@ class TemplateRefusal(jinja2.TemplateError):
     """What the template itself says by raise_exception."""
 
 
+def switches_of(source: str) -> frozenset[str]:
+    """The switches of reasoning that a template knows."""
+    return frozenset(name for name in SWITCHES if re.search(rf"\b{name}\b", source))
+
+
 class ChatFormat(Protocol):
     """How a model is told a chat, and how it answers.
 
@@ -78,7 +83,7 @@ class ChatTemplate:
         self._variables = dict(variables or {})
         self._now = now
         self.tools, self.reasoning = tool_format_of(source), reasoning_format_of(source)
-        self.switches = frozenset(name for name in SWITCHES if re.search(rf"\b{name}\b", source))
+        self.switches = switches_of(source)
         self._environment = environment(now)
         self._template = _compile(source, TracingEnvironment(self._environment))
 

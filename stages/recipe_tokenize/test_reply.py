@@ -10,6 +10,7 @@ from flowinfer.errors import RequestError
 from flowinfer.message import ReplyFormat
 from flowinfer.stages.recipe_tokenize.reply import Habits, habits_of
 from flowinfer.text.reply.formats import reasoning_format_of, tool_format_of
+from flowinfer.text.template import switches_of
 from flowinfer.text.traced import Segment
 
 TOOL = {
@@ -37,7 +38,8 @@ SIGNS = {
 
 class Template:
     def __init__(self, source: str) -> None:
-        self.source = source
+        self.tools, self.reasoning = tool_format_of(source), reasoning_format_of(source)
+        self.switches = switches_of(source)
 
 
 class Tokenizer:
