@@ -5,7 +5,7 @@ from __future__ import annotations
 import mmap
 import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -96,10 +96,16 @@ def _place(shares: list[_Share], layout: KVLayout, into: Ranges) -> None:
         )
 
 
-def take_spare(ranges: Ranges, instance: str) -> None:
-    """Gives an instance that comes later memory as its siblings have. Raises FlowInferError when none is left."""
+def take_spare(ranges: Ranges, instance: str, layouts: Sequence[KVLayout] = ()) -> None:
+    """Gives an instance that comes later memory as its siblings have. Raises FlowInferError when none is left.
+
+    The first of a new worker gets some of its `layouts` where the service has any; else its memory is its own.
+    """
     worker = instance.rpartition(".")[0]
     sibling = next((own for name, own in ranges.items() if name.rpartition(".")[0] == worker), ())
+    if not sibling:
+        known = {spare.layout.digest: spare for spare in ranges.spares}
+        sibling = tuple(known[layout.digest] for layout in layouts if layout.digest in known)
     own = [next((spare for spare in ranges.spares if spare.layout == share.layout), None) for share in sibling]
     if None in own:
         message = f"There is KV memory for {SPARE_INSTANCES} more instances than the service started with, and no more."

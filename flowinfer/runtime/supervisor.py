@@ -13,6 +13,8 @@ from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from types import FrameType
 
+import msgspec
+
 from flowinfer.channel import Channel, Endpoints
 from flowinfer.codec import Header, schema_digest
 from flowinfer.errors import FlowInferError
@@ -30,6 +32,7 @@ from flowinfer.runtime.mailbox import bind, load_keys
 from flowinfer.runtime.rewire.answers import answer
 from flowinfer.runtime.rewire.control import ControlServer
 from flowinfer.runtime.rewire.controller import Controller
+from flowinfer.runtime.rewire.experiment import attend
 from flowinfer.runtime.rewire.journal import Journal
 from flowinfer.runtime.rewire.protocol import Service, Source
 from flowinfer.runtime.run_dir import RunDir
@@ -188,6 +191,11 @@ class Supervisor:
             self.keeper.serving(self.run_dir.path)
 
     @property
+    def front(self) -> str:
+        """The instance that holds the door."""
+        return self._front
+
+    @property
     def is_stopping(self) -> bool:
         return self._signals > 0
 
@@ -298,6 +306,7 @@ class Supervisor:
             self._check(child, time.monotonic())
         for request, say in self._control.take() if self._control is not None else ():
             answer(self, request, say)
+        attend(self.controller)
 
     def _check(self, child: Child, now: float) -> None:
         if child.state == "down":
@@ -351,7 +360,8 @@ class Supervisor:
         for worker, plan in new.workers.items():
             own = [child.name for child in self.children.values() if child.worker == worker and not child.leaving]
             found += own if worker in replaced else own[plan.replicas :]
-        return found
+        gone = (child for child in self.children.values() if child.worker not in new.workers and not child.leaving)
+        return [*found, *(child.name for child in gone)]
 
     def give_birth(self, new: Plan, leaving: Collection[str]) -> list[Child]:
         """Starts the instances that this plan has and that aren't there, on trial. Raises FlowInferError."""
@@ -362,8 +372,11 @@ class Supervisor:
             free = (number for number in itertools.count() if f"{worker}.{number}" not in self.children)
             for number in itertools.islice(free, max(0, missing)):
                 born.append(Child(f"{worker}.{number}", worker, number, generation=self.last_generation, on_trial=True))
+        for worker in {child.worker for child in born} - self.plan.workers.keys():
+            alone = msgspec.structs.replace(new, workers={worker: new.workers[worker]})
+            self.layouts |= model_layouts(alone, LoadStage(Path(new.file).parent, new.allow_local))
         for child in born:
-            take_spare(self.arenas, child.name)
+            take_spare(self.arenas, child.name, self.layouts.get(child.worker, ()))
         for child in born:
             self.children[child.name] = child
             if child.worker in self.layouts:
@@ -425,7 +438,7 @@ class Supervisor:
             supervisor_data=self.endpoints.data,
             supervisor_control=self.endpoints.control,
             life_fd=self.life_fd,
-            threads=self._threads(child.worker),
+            threads=self._threads(child.worker, plan or self.plan),
             device=(plan or self.plan).workers[child.worker].device,
             engine_index=self.engines.index(child.name) if child.name in self.engines else 0,
             num_engines=max(1, len(self.engines)),
@@ -455,10 +468,10 @@ class Supervisor:
             quarantined={request: lease for request, lease in leases.items() if lease[1]},
         )
 
-    def _threads(self, worker: str) -> int:
+    def _threads(self, worker: str, plan: Plan) -> int:
         """Threads as the file says; 0 shares the cores among the workers that run models."""
-        asked = self.plan.workers[worker].threads
-        engines = sum(self.plan.workers[name].replicas for name in self.layouts)
+        asked = plan.workers[worker].threads
+        engines = sum(plan.workers[name].replicas for name in self.layouts if name in plan.workers)
         if asked or worker not in self.layouts:
             return asked or 1
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

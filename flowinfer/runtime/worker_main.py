@@ -81,6 +81,7 @@ def _host(boot: Boot) -> Host:
     device = resolve_device(boot.device, boot.engine_index)
     ranges = {arena.layout.digest: arena for arena in boot.arenas}
     mapped: dict[str, Arena] = {}
+    size = own.kv_bytes or own.tier_bytes or DEFAULT_KV_BYTES
 
     def arena(layout: KVLayout) -> Arena:
         if layout.digest not in mapped:
@@ -88,7 +89,7 @@ def _host(boot: Boot) -> Host:
             if device != "cpu":
                 mapped[layout.digest] = gpu_arena(layout, own.kv_bytes, _sharers(boot, device))
             else:
-                mapped[layout.digest] = map_arena(found) if found else private_arena(layout, DEFAULT_KV_BYTES)
+                mapped[layout.digest] = map_arena(found) if found else private_arena(layout, size)
         return mapped[layout.digest]
 
     return Host(arena=arena, device=device, threads=boot.threads, listener=listener)

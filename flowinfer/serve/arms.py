@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -31,9 +31,15 @@ from flowinfer.stage import Context, StageConfig
 
 log = logging.getLogger(__name__)
 WRITE_S = 1.0  # between two writes of the record
+AGAIN_S = 10.0  # between two calls for the supervisor
 COPY = "~b"  # behind the id of a request that is copied
 RESIDENT = "flowinfer:worker_resident_bytes"
 UNAVAILABLE = 503
+TIMES = (
+    ("ttft", "arm_time_to_first_token_seconds"),
+    ("itl", "arm_time_per_output_token_seconds"),
+    ("latency", "arm_request_latency_seconds"),
+)
 
 
 class ExperimentConfig(StageConfig):
@@ -44,7 +50,7 @@ class ExperimentConfig(StageConfig):
     share: float = Field(ge=0, le=1)
     digest: str = ""
     service: str = "service"
-    stop_if: dict[str, str] = {}
+    stop_if: dict[str, str] = Field(default={})
     min_requests: int = 50
     max_open: int = 4
     texts: int = 20
@@ -76,7 +82,7 @@ class Arms:
         self._followed: dict[str, Followed] = {}
         self._judge = Judge(parse_limits(config.stop_if), config.min_requests)
         self._down: set[str] = set()  # workers of arm B
-        self._closing = False
+        self._closing = self._ended = False
         self._dropped: Counter[str] = Counter()
         self._num_texts = self._num_lines = 0
         self._run = Run(
@@ -93,13 +99,9 @@ class Arms:
         self._armed = False
         labels = {"experiment": config.name}
         self._requests = metrics.counter("arm_requests_total")
-        self._first = {
-            arm: metrics.histogram("arm_time_to_first_token_seconds").labels(arm=arm, **labels) for arm in "ab"
+        self._times = {
+            what: {arm: metrics.histogram(name).labels(arm=arm, **labels) for arm in "ab"} for what, name in TIMES
         }
-        self._each = {
-            arm: metrics.histogram("arm_time_per_output_token_seconds").labels(arm=arm, **labels) for arm in "ab"
-        }
-        self._whole = {arm: metrics.histogram("arm_request_latency_seconds").labels(arm=arm, **labels) for arm in "ab"}
 
     # -- life ----------------------------------------------------------------------------------------------------------
 
@@ -124,10 +126,10 @@ class Arms:
 
     def end(self, reason: str) -> None:
         """The run is over: writes what is left."""
-        self.is_open = False
-        if self._path is not None:
+        self.is_open, self._ended = False, True
+        if self._path is not None and not self.stopped:
             self._add(End(at=time.time(), reason=reason, dropped=dict(self._dropped)))
-            self._write(at_once=True)
+        self._write(at_once=True)
 
     def open_in_b(self) -> list[str]:
         """Requests of clients in arm B."""
@@ -289,7 +291,7 @@ class Arms:
     def _measure(self, outcome: Outcome) -> None:
         result = "failed" if outcome.failed else "refused" if outcome.error else "answered"
         self._requests.labels(experiment=self.config.name, arm=outcome.arm, result=result).inc()
-        for what, into in (("ttft", self._first), ("itl", self._each), ("latency", self._whole)):
+        for what, into in self._times.items():
             if (value := outcome.figure(what)) is not None:
                 into[outcome.arm].observe(value)
 
@@ -297,7 +299,13 @@ class Arms:
         self.stopped, self.is_open = True, False
         log.warning("experiment %s stops itself: %s; all requests go to arm A", self.config.name, reason)
         self._add(End(at=time.time(), reason=reason, dropped=dict(self._dropped)))
-        self.ctx.send(Breach(experiment=self.config.name, reason=reason), to="supervisor")
+        self._tell_breach(reason)
+
+    def _tell_breach(self, reason: str) -> None:
+        """Until this arm is taken down: the supervisor may be just being replaced."""
+        if not self._ended:
+            self.ctx.send(Breach(experiment=self.config.name, reason=reason), to="supervisor")
+            self.ctx.call_at(self.ctx.clock.now() + AGAIN_S, lambda: self._tell_breach(reason))
 
     # -- the record ----------------------------------------------------------------------------------------------------
 
@@ -354,8 +362,3 @@ def _count(outcome: Outcome, finish: Finish) -> None:
 
 def _common(a: Sequence[object], b: Sequence[object]) -> int:
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
-
-
-def named(ids: Collection[str]) -> list[str]:
-    """Those that are copies."""
-    return [id for id in ids if id.endswith(COPY)]

@@ -18,7 +18,7 @@ import msgspec
 from flowinfer.errors import FlowInferError
 from flowinfer.graph.diff import Diff, compare, settled
 from flowinfer.graph.plan import API, Plan
-from flowinfer.message import Event
+from flowinfer.message import Breach, Event
 from flowinfer.runtime.child import Child
 from flowinfer.runtime.events import (
     Abandon,
@@ -33,6 +33,7 @@ from flowinfer.runtime.events import (
     Trouble,
 )
 from flowinfer.runtime.loading import LoadStage
+from flowinfer.runtime.rewire.experiment import close_arm, open_arm
 from flowinfer.runtime.rewire.journal import Journal
 from flowinfer.runtime.rewire.protocol import Source
 from flowinfer.runtime.rewire.restart import restart
@@ -70,6 +71,7 @@ class Controller:
         self._probation_s = self._drain_s = 0.0
         self._number = 0
         self._news: list[tuple[str, int, Event]] = []  # instance, generation, what it said
+        self.breaches: list[Breach] = []  # of experiments that have to stop
         self._busy = False
         self._tell: Tell = lambda line: None
 
@@ -77,6 +79,9 @@ class Controller:
 
     def note(self, child: Child, event: Event) -> None:
         """A worker's answer to a step of a change."""
+        if isinstance(event, Breach):
+            self.breaches.append(event)
+            return
         self._news.append((child.name, child.generation, event))
 
     @property
@@ -169,6 +174,7 @@ class Controller:
                 self.past.append((change.old, self.source))
             self.source = change.source
         self._step("done", f"epoch {self.supervisor.plan.epoch}")
+        open_arm(self)
 
     def _refuse(self, diff: Diff, renew: Collection[str]) -> None:
         for change in diff.changes:
@@ -245,6 +251,7 @@ class Controller:
 
     def _switch(self, new: Plan, leaving: Collection[str], born: list[Child]) -> None:
         supervisor = self.supervisor
+        close_arm(self, new, self._drain_s)
         self._step("switch", f"new requests go by epoch {new.epoch}")
         asked = {c.name: c.generation for c in supervisor.children.values() if c.state == "ready" and c not in born}
         supervisor.take_plan(new, leaving)
@@ -254,6 +261,7 @@ class Controller:
         supervisor.introduce(born)
         if not self._waited(lambda: self._switched(asked), SWITCH_S):
             raise Reverted(f"not every worker switched within {SWITCH_S:g} s")
+        open_arm(self)
 
     def _switched(self, asked: dict[str, int]) -> bool:
         self._look_for_trouble()
@@ -389,6 +397,10 @@ class Controller:
     def _answers(self, kind: type[T]) -> dict[str, T]:
         return {name: event for (name, _), event in self._said(kind)}
 
+    def waited_for(self, kind: type[Event], name: str, generation: int, limit_s: float) -> bool:
+        """Keeps the service going until this instance has said so, or is gone; False when the time is over."""
+        return self._waited(lambda: self._has(kind, name, generation), limit_s)
+
     def _has(self, kind: type[Event], name: str, generation: int) -> bool:
         """True when this instance said so, or is gone: its successor starts with the new plan."""
         child = self.supervisor.children.get(name)
@@ -422,5 +434,12 @@ def compare_renewed(plan: Plan, name: str, supervisor: Supervisor) -> str:
 
 def _unchanged(old: Plan, new: Plan, worker: str) -> Plan:
     """The new plan for a worker that leaves: its own stages stay as they are."""
-    stages = new.stages | {name: old.stages[name] for name in old.workers[worker].stages}
-    return msgspec.structs.replace(new, stages=stages, workers=new.workers | {worker: old.workers[worker]})
+    own = {name: old.stages[name] for name in old.workers[worker].stages}
+    names = {edge.name for edge in new.edges}
+    edges = [edge for edge in old.edges if edge.name not in names and {edge.source, edge.target} & own.keys()]
+    return msgspec.structs.replace(
+        new,
+        stages=new.stages | own,
+        edges=(*new.edges, *edges),
+        workers=new.workers | {worker: old.workers[worker]},
+    )
