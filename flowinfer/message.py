@@ -108,6 +108,7 @@ class Call(Message):
     prompt: TextOrIds | None = None
     cache_salt: str = ""
     cache_class: str = "chat"
+    cache_keep_s: float | None = None  # how long its blocks stay after their last use; 0: store nothing
     template_args: dict[str, Any] = {}
     deadline: float | None = None
     tool_choice: ToolChoice = ToolChoice()
@@ -130,6 +131,7 @@ class Prompt(Message):
     sampling: Sampling
     cache_salt: str = ""
     cache_class: str = "chat"
+    cache_keep_s: float | None = None  # how long its blocks stay after their last use; 0: store nothing
     deadline: float | None = None
     bucket: str | None = None  # facet `bucket`
     prefix: PrefixHint | None = None  # facet `prefix`
@@ -278,7 +280,10 @@ class Text(Message):
 
 
 class Logits(Message):
-    """Logits of one step, float32 [rows, vocab] on the device. Sequence in slots[i] owns rows starts[i]:starts[i+1]."""
+    """Logits of one step, float32 [rows, vocab] on the device. Sequence in slots[i] owns rows starts[i]:starts[i+1].
+
+    chosen: tokens of the rows, where the step sampled them itself; then there are no logits.
+    """
 
     local: ClassVar[bool] = True
     step: int
@@ -286,6 +291,7 @@ class Logits(Message):
     starts: Ids
     logits: Any
     hidden: Any = None
+    chosen: Ids | None = None
 
 
 class Proposal(Message):

@@ -6,22 +6,27 @@ gone by the time that somebody reads it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 Owners = tuple[str, ...]
 
 
 class BlockIndex:
-    """Owners by block name (chain hash) and blocks by owner. All updates may be repeated or name unknown blocks."""
+    """Owners by block name (chain hash) and blocks by owner. All updates may be repeated or name unknown blocks.
 
-    def __init__(self) -> None:
+    far: owners that are slower than all others, as a disk: named for a block only where nobody else holds it.
+    """
+
+    def __init__(self, far: Collection[str] = ()) -> None:
+        self.far = frozenset(far)
         self._owners: dict[bytes, Owners] = {}  # in the order in which they stored it
         self._blocks: dict[str, set[bytes]] = {}
         self._interned: dict[Owners, Owners] = {}  # a million blocks share a handful of owner tuples
+        self._near: dict[Owners, Owners] = {}  # those of a tuple that aren't far
 
     def copy(self) -> BlockIndex:
         """The same knowledge, to be changed on its own."""
-        twin = BlockIndex()
+        twin = BlockIndex(self.far)
         twin._owners, twin._interned = dict(self._owners), dict(self._interned)
         twin._blocks = {owner: set(names) for owner, names in self._blocks.items()}
         return twin
@@ -79,12 +84,22 @@ class BlockIndex:
             holders = self._owners.get(name)
             if holders is None:
                 break
+            holders = self._nearest(holders)
             still = run if holders is run else tuple(owner for owner in run if owner in holders)
             if not still:
                 prefix += run[:1] * length
                 still, length = holders, 0
             run, length = still, length + 1
         return prefix + list(run[:1]) * length
+
+    def _nearest(self, owners: Owners) -> Owners:
+        """Those that aren't far, where there are any."""
+        if not self.far:
+            return owners
+        near = self._near.get(owners)
+        if near is None:
+            near = self._near[owners] = tuple(owner for owner in owners if owner not in self.far) or owners
+        return near
 
     def _set(self, name: bytes, owners: Owners) -> None:
         if owners:

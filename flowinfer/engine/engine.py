@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -23,6 +24,7 @@ from flowinfer.engine.held import HeldKV, Run
 from flowinfer.engine.layout import DTYPE_BYTES, KVLayout
 from flowinfer.engine.models import load_model
 from flowinfer.engine.pool import KVPool
+from flowinfer.engine.staging import Staging
 from flowinfer.engine.step import StepInput
 from flowinfer.errors import ModelError
 from flowinfer.message import (
@@ -46,6 +48,10 @@ from flowinfer.message import (
 from flowinfer.observe import metrics
 from flowinfer.stage import Arena, Context
 
+if TYPE_CHECKING:
+    from flowinfer.engine.batch import Batch
+    from flowinfer.engine.decode_graphs import DecodeGraphs
+
 
 class Engine:
     """Weights, KV memory and held sequences of one model. `kv` is the arena tensor, as in KVLayout."""
@@ -58,6 +64,7 @@ class Engine:
         self.layout: KVLayout = hub.describe(path).layout(str(self.model.dtype).removeprefix("torch."))
         arena = sized_arena(ctx.arena(self.layout), self.layout, ctx.device)
         self.kv = _arena_tensor(arena, self.layout, ctx.device)
+        self.staging = Staging(self.kv, self.layout)
         self.shares_memory = arena.shared
         self.pool = KVPool(
             arena.first_block,
@@ -117,7 +124,7 @@ class Engine:
             cached_tokens=cached,
             names=list(names),
             num_committed=len(reused),
-            caching=prompt.prefix is not None,
+            caching=prompt.prefix is not None and prompt.cache_keep_s != 0,
             salt=prompt.cache_salt,
         )
         self.held[prompt.id] = held
@@ -156,7 +163,7 @@ class Engine:
             owner=handle.owner,
             num_leased=len(blocks) if leased else 0,
             names=list(prompt.prefix.hashes) if prompt.prefix else [],
-            caching=prompt.prefix is not None,
+            caching=prompt.prefix is not None and prompt.cache_keep_s != 0,
             salt=prompt.cache_salt,
         )
         held.num_committed = handle.num_tokens // self.layout.block_tokens if leased else 0
@@ -264,8 +271,24 @@ class Engine:
         )
         with torch.inference_mode():
             logits = self.model.forward(step, self.kv)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)  # the step budget is about the device's time, not about starting its work
         self.last_step = (len(tokens), pairs, time.perf_counter() - began)
         return logits
+
+    def decode_graphs(self, batch: Batch) -> DecodeGraphs | None:
+        """CUDA graphs of this model's decode step over the batch's slots, captured now; None where it has none."""
+        if self.model.device.type != "cuda":
+            return None
+        from flowinfer.engine.models.fused import FusedModel  # here: it imports Triton
+
+        if not isinstance(self.model, FusedModel):
+            return None
+        from flowinfer.engine.decode_graphs import DecodeGraphs
+
+        graphs = DecodeGraphs(self.model, self.kv, batch)
+        graphs.capture()
+        return graphs
 
     # -------------------------------------------------------------------------------------- what other workers ask for
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal
 from pydantic import Field
 
 from flowinfer.cache.policies.eviction import Kind
-from flowinfer.cache.tiers import RETENTION, Tiers
+from flowinfer.cache.tiers import RETENTION, STORES, Tiers
 from flowinfer.errors import ModelError, StageError, TransportError
 from flowinfer.message import (
     BlockRemoved,
@@ -50,8 +50,9 @@ class CacheLookup(Stage):
         tiers.memory is the KV memory of this host, in equal parts of the workers that run a model unless their
         kv_memory says otherwise: what no running request holds of it is cache.
 
-        tiers.disk keeps blocks over restarts; retention says for how long after their last use, by the request's
-        cache_class. 0 stores nothing of that class; `default` is for classes that aren't named.
+        tiers.disk and tiers.object keep blocks over restarts; retention says for how long after their last use, by the
+        request's cache_class, where the request itself doesn't (cache_retention). 0 stores nothing of it, not even in
+        memory; `default` is for classes that aren't named.
 
         share_inflight: let prompts wait for a prefix that another one is computing.  wait: for how long at most.
 
@@ -79,11 +80,13 @@ class CacheLookup(Stage):
 
     def open(self) -> None:
         """Names the KV of this model and dtype, so that blocks of any other never match."""
+        from flowinfer.cache.disk.retention import Retention
         from flowinfer.cache.index import BlockIndex
         from flowinfer.stages.cache_lookup.policy import SharedPrefix
 
         self._namespace, self._block_tokens = self._read_layout()
-        self.index = BlockIndex()
+        self.index = BlockIndex(far=STORES)
+        self._retention = Retention({**RETENTION, **self.config.retention})
         self.sharing = SharedPrefix(self.index, self.config.wait)
         self._waiting: dict[str, Prompt] = {}
         self._ready: list[Prompt] = []  # let go by a cancel, which can't return messages
@@ -121,15 +124,21 @@ class CacheLookup(Stage):
         yield from map(self._hinted, ready)
         now = self.ctx.clock.now()
         for prompt in prompts:
+            if prompt.cache_keep_s is None and not self._retention.of(prompt.cache_class):
+                prompt.cache_keep_s = 0.0
             prompt.prefix = PrefixHint(hashes=self._names(prompt))
             if self._events is not None and not prompt.cache_salt:
                 self._events.seen(prompt.prefix.hashes, prompt.tokens)
-            waits = self.config.share_inflight and prompt.sampling.prompt_logprobs is None  # these reuse nothing
-            if not waits or self.sharing.arrive(prompt.id, prompt.prefix.hashes, now):
+            if self._goes_alone(prompt) or self.sharing.arrive(prompt.id, prompt.prefix.hashes, now):
                 yield self._hinted(prompt)
             else:
                 self._waiting[prompt.id] = prompt
                 self.ctx.call_at(now + self.sharing.wait_s, self._expire)
+
+    def _goes_alone(self, prompt: Prompt) -> bool:
+        """Whether it reuses nothing, or stores nothing that others could wait for."""
+        logprobs = prompt.sampling.prompt_logprobs is not None
+        return not self.config.share_inflight or logprobs or prompt.cache_keep_s == 0
 
     def observe(self, event: Event) -> Iterable[Prompt] | None:
         """Keeps the index up to date; lets prompts go on whose prefix was stored or whose leader stopped."""

@@ -54,7 +54,7 @@ class Context:
         self.clock = FakeClock()
         self.timers: list[tuple[float, Callable[[], Iterable[Message] | None]]] = []
 
-    def call_at(self, when: float, fn: Callable[[], Iterable[Message] | None]) -> None:
+    def call_at(self, when: float, fn: Callable[[], Iterable[Message] | None], *, request: str = "") -> None:
         self.timers.append((when, fn))
 
     def pass_time(self, seconds: float) -> list[str]:

@@ -22,11 +22,13 @@ from flowinfer.units import Duration, TokenCount
 
 if TYPE_CHECKING:
     from flowinfer.engine.batch import Batch
-    from flowinfer.engine.disk_tier import DiskTier
     from flowinfer.engine.engine import Engine
     from flowinfer.engine.grammar import GrammarEngine
+    from flowinfer.stages.moe_decode.overlap import Overlap
+    from flowinfer.engine.lower_tiers import LowerTiers
 
 MAX_DRAFTS = 8
+AHEAD = 2  # steps started and not yet looked at, right after a start
 _RETRY_S = 0.005
 
 
@@ -61,18 +63,18 @@ class MoeDecode(Stage):
     config: Config
     engine: Engine
     batch: Batch
-    disk: DiskTier | None
+    lower: LowerTiers | None
 
     def open(self) -> None:
         """Loads the model and makes the batch that spec-verify shares."""
         from flowinfer.engine.batch import Batch
-        from flowinfer.engine.disk_tier import DiskTier
         from flowinfer.engine.engine import Engine, query_starts
         from flowinfer.engine.grammar import Grammars
+        from flowinfer.engine.lower_tiers import LowerTiers
 
         self.query_starts = query_starts
         self.engine = Engine.of(self.ctx, self.config.model, self.config.dtype)
-        self.disk = DiskTier.of(self.ctx, self.engine)
+        self.lower = LowerTiers.of(self.ctx, self.engine)
         model = self.engine.model.config
         self.batch = self.ctx.shared(
             "decode-batch",
@@ -87,6 +89,7 @@ class MoeDecode(Stage):
                 grammars=Grammars(self._grammar_engine),
             ),
         )
+        self.overlap: Overlap | None = self._overlap()
         self.waiting: deque[Sequence] = deque()
         self.compiling: set[str] = set()  # their grammars are being made ready in the pool
         self.resuming: dict[str, tuple[Sequence, Ids]] = {}  # preempted, oldest first, with their tokens so far
@@ -102,14 +105,14 @@ class MoeDecode(Stage):
         """The budget is read at each step."""
 
     def close(self) -> None:
-        """Lets the disk tier write what it has."""
-        if self.disk is not None:
-            self.disk.close()
+        """Lets the lower tiers write what they have."""
+        if self.lower is not None:
+            self.lower.close()
 
     @property
     def busy(self) -> bool:
-        """While sequences wait for a slot or are computed again; the batch itself is driven by proposals."""
-        return not self.stalled and bool(self.waiting or self.resuming or self.batch.joined)
+        """While sequences wait for a slot or are computed again, or a step is on its way; proposals drive the rest."""
+        return bool(self.overlap) or not self.stalled and bool(self.waiting or self.resuming or self.batch.joined)
 
     def step(self, sequences: list[Sequence], proposals: list[Proposal]) -> Iterable[Logits]:
         """One decode step over the proposed tokens and over sequences that have just come."""
@@ -119,6 +122,10 @@ class MoeDecode(Stage):
         resumed = self._resume()
         if not resumed:
             self._admit()
+        if self.overlap is not None and (self.overlap or self._may_overlap(slots)):
+            if (landed := self._step_ahead(self.overlap, slots)) is not None:
+                yield landed
+            return
         slots, counts, tokens = self._with_joined(slots, counts, tokens)
         slots, counts, tokens = self._with_room(slots, counts, tokens)
         if len(slots):
@@ -215,7 +222,7 @@ class MoeDecode(Stage):
         self.ctx.fail(sequence.id, RequestError(400, text, code="context_length_exceeded", param="messages"))
 
     def _with_joined(self, slots: Ids, counts: Ids, tokens: Ids) -> tuple[Ids, Ids, Ids]:
-        new = [slot for slot in self.batch.joined if self.ran[slot] != self.batch.version[slot]]
+        new = self._joined()
         if not new:
             return slots, counts, tokens
         joined = np.array(new, np.int32)
@@ -226,18 +233,24 @@ class MoeDecode(Stage):
             np.concatenate([tokens, last]),
         )
 
+    def _joined(self) -> list[int]:
+        """Slots that have come and not run yet."""
+        return [slot for slot in self.batch.joined if self.ran[slot] != self.batch.version[slot]]
+
     # ---------------------------------------------------------------------------------------------- blocks, preemption
 
     def _with_room(self, slots: Ids, counts: Ids, tokens: Ids) -> tuple[Ids, Ids, Ids]:
         """Allocates the blocks that this step writes; while they don't suffice, preempts the youngest."""
         batch = self.batch
-        short = blocks_short(batch.num_tokens[slots] + counts - 1, batch.num_blocks[slots], batch.block_tokens)
+        pending = self.overlap.pending(slots) if self.overlap else 0
+        wanted = batch.num_tokens[slots] + counts - 1 + pending
+        short = blocks_short(wanted, batch.num_blocks[slots], batch.block_tokens)
         if not short.any():
             return slots, counts, tokens
         preempted = False
         for i in np.flatnonzero(short).tolist():
             slot = int(slots[i])
-            while batch.ids[slot] is not None and not self._grow(slot, int(counts[i])):
+            while batch.ids[slot] is not None and not self._grow(slot, int(wanted[i])):
                 preempted = True
                 self._preempt(youngest([s for s in range(batch.max_slots) if batch.ids[s] is not None], self.admitted))
         if not preempted:
@@ -245,10 +258,10 @@ class MoeDecode(Stage):
         alive = np.array([batch.ids[slot] is not None for slot in slots.tolist()], bool)
         return slots[alive], counts[alive], tokens[np.repeat(alive, counts)]
 
-    def _grow(self, slot: int, count: int) -> bool:
+    def _grow(self, slot: int, num_tokens: int) -> bool:
         batch = self.batch
         held = self.engine.held[batch.ids[slot]]  # type: ignore[index]
-        if not self.engine.grow(held, int(batch.num_tokens[slot]) + count - 1):
+        if not self.engine.grow(held, num_tokens):
             return False
         known, have = int(batch.num_blocks[slot]), len(held.blocks)
         batch.blocks[slot, known:have] = held.blocks[known:]
@@ -321,16 +334,53 @@ class MoeDecode(Stage):
         held, prompt = self.engine.held[id], self.batch.prompts[slot]
         held.num_computed = len(history) - 1
         self.engine.release(id, history)
-        if self.disk is not None and prompt is not None:
-            self.disk.keep(held.names[held.num_leased : held.num_committed], prompt.cache_class, prompt.cache_salt)
+        if self.lower is not None and prompt is not None and held.num_committed > held.num_leased:
+            self.lower.keep_output(prompt, held.names[: held.num_committed], held.num_leased)
 
     # -------------------------------------------------------------------------------------------------------- running
 
+    def _overlap(self) -> Overlap | None:
+        """Graphs of the decode step, captured now, where the model has one that can be; else steps run one by one."""
+        graphs = self.engine.decode_graphs(self.batch)
+        if graphs is None:
+            return None
+        from flowinfer.stages.moe_decode.overlap import Overlap
+
+        return Overlap(graphs, self.batch)
+
+    def _may_overlap(self, slots: Ids) -> bool:
+        """Whether everybody who would run now can do so without the host."""
+        assert self.overlap is not None
+        new = np.array(self._joined(), np.int32)
+        return slots.size + new.size > 0 and self.overlap.fits(slots) and self.overlap.fits(new)
+
+    def _step_ahead(self, overlap: Overlap, slots: Ids) -> Logits | None:
+        """Starts steps until two are in flight, then looks at the older one. Nobody new starts once one needs the host."""
+        while len(overlap.flights) < AHEAD:
+            slots = np.concatenate([overlap.continuing() if overlap else slots, np.array(self._joined(), np.int32)])
+            if not overlap.fits(slots):
+                break
+            ones = np.ones(len(slots), np.int32)
+            slots, _, _ = self._with_room(slots, ones, ones)
+            if not slots.size:
+                break
+            self.ran[slots] = self.batch.version[slots]
+            overlap.launch(slots)
+        if not overlap:
+            return None
+        self.num_steps += 1
+        return overlap.land(self.num_steps)
+
     def _run(self, slots: Ids, counts: Ids, tokens: Ids) -> Logits:
         batch = self.batch
+        if self.overlap is not None:
+            self.overlap.graphs.forget(slots)
         kv_lens = (batch.num_tokens[slots] + counts - 1).astype(np.int32)
         width = -(-int(kv_lens.max()) // batch.block_tokens)
-        logits = self.engine.forward(tokens, counts, kv_lens, batch.blocks[slots, :width])
+        if self.overlap is not None and len(tokens) == len(slots):
+            logits = self.overlap.graphs.logits(slots)
+        else:
+            logits = self.engine.forward(tokens, counts, kv_lens, batch.blocks[slots, :width])
         self.ran[slots] = batch.version[slots]
         self.num_steps += 1
         return Logits(step=self.num_steps, slots=slots, starts=self.query_starts(counts, len(tokens)), logits=logits)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from typing import TYPE_CHECKING, Literal
 
-from flowinfer.cache.tiers import DISK
+from flowinfer.cache.tiers import STORES
 from flowinfer.engine.held import KV_EVENTS, Run
 from flowinfer.errors import RequestError
 from flowinfer.message import (
@@ -29,9 +29,9 @@ from flowinfer.stage import Contract, ModelUse, Stage, StageConfig, setting
 from flowinfer.units import Duration, TokenCount
 
 if TYPE_CHECKING:
-    from flowinfer.engine.disk_tier import DiskTier
     from flowinfer.engine.engine import Engine
     from flowinfer.engine.held import HeldKV
+    from flowinfer.engine.lower_tiers import LowerTiers
 
 _RETRY_S = (
     0.005  # how soon a prompt that found no credit or no block asks again; a freed block isn't an event of its own
@@ -71,17 +71,17 @@ class Prefill(Stage):
 
     config: Config
     engine: Engine
-    disk: DiskTier | None
+    lower: LowerTiers | None
 
     def open(self) -> None:
         """Loads the model."""
-        from flowinfer.engine.disk_tier import DiskTier
         from flowinfer.engine.engine import Engine
+        from flowinfer.engine.lower_tiers import LowerTiers
         from flowinfer.stages.prefill.policy import PrefillScheduler
         from flowinfer.stages.prefill.scoring import PromptScores
 
         self.engine = Engine.of(self.ctx, self.config.model, self.config.dtype)
-        self.disk = DiskTier.of(self.ctx, self.engine)
+        self.lower = LowerTiers.of(self.ctx, self.engine)
         self.scores = PromptScores(self.engine)
         self.scheduler = PrefillScheduler(token_budget=self.config.token_budget)
         self.waiting: dict[str, Prompt] = {}
@@ -89,7 +89,7 @@ class Prefill(Stage):
         self.prompts: dict[str, Prompt] = {}
         self.lessee: dict[str, str] = {}
         self.pinning: dict[str, str] = {}  # request -> the worker asked for its cached blocks
-        self.restoring: set[str] = set()  # requests whose blocks are being read from disk
+        self.restoring: set[str] = set()  # requests whose blocks are being read from lower tiers
         self.ready: list[str] = []  # computed, but the worker that was to decode them died
         self.blocked = False
 
@@ -98,9 +98,9 @@ class Prefill(Stage):
         self.scheduler.token_budget = config.token_budget
 
     def close(self) -> None:
-        """Lets the disk tier write what it has."""
-        if self.disk is not None:
-            self.disk.close()
+        """Lets the lower tiers write what they have."""
+        if self.lower is not None:
+            self.lower.close()
 
     @property
     def busy(self) -> bool:
@@ -124,8 +124,8 @@ class Prefill(Stage):
         if isinstance(event, WorkerDown):
             self._lose_lessee(event.worker)
         self.engine.observe(event, by=self)
-        if self.disk is not None:
-            self._tell_disk(self.disk, event)
+        if self.lower is not None:
+            self._tell_lower(self.lower, event)
         return None
 
     def cancel(self, requests: Collection[str]) -> None:
@@ -210,12 +210,13 @@ class Prefill(Stage):
         if prompt.prefix is None or not self.engine.shares_memory:
             return False
         at, owners = held.num_committed, prompt.prefix.owners
-        if at >= len(owners) or owners[at] in (self.ctx.worker, DISK):
+        if at >= len(owners) or owners[at] in (self.ctx.worker, *STORES):
             return False
         end = next((i for i in range(at, len(owners)) if owners[i] != owners[at]), len(owners))
         self.pinning[prompt.id] = owners[at]
         self.ctx.send(KVPin(id=prompt.id, reader=self.ctx.worker, hashes=prompt.prefix.hashes[at:end]), to=owners[at])
-        self.ctx.call_at(self.ctx.clock.now() + self.config.pin_timeout, lambda: self._give_up_pin(prompt.id))
+        give_up_at = self.ctx.clock.now() + self.config.pin_timeout
+        self.ctx.call_at(give_up_at, lambda: self._give_up_pin(prompt.id), request=prompt.id)
         return True
 
     def _take_pinned(self, event: KVPinned) -> Iterable[Sequence]:
@@ -231,11 +232,11 @@ class Prefill(Stage):
         if self.pinning.pop(request, None) is not None:
             yield from self._schedule(self.prompts[request], self.engine.held[request])
 
-    # ---------------------------------------------------------------------------------------------- prefixes on disk
+    # ------------------------------------------------------------------------------------------ prefixes in lower tiers
 
     def _restore(self, prompt: Prompt, held: HeldKV) -> bool:
-        """Asks the disk for the blocks that neither this worker nor another has."""
-        if self.disk is None or not self.disk.restore(prompt, held, lambda num: self._restored(prompt.id, num)):
+        """Asks the lower tiers for the blocks that neither this worker nor another has."""
+        if self.lower is None or not self.lower.restore(prompt, held, lambda num: self._restored(prompt.id, num)):
             return False
         self.restoring.add(prompt.id)
         return True
@@ -251,19 +252,14 @@ class Prefill(Stage):
             self.engine.commit(held, prompt.tokens)
         yield from self._schedule(prompt, held)
 
-    def _tell_disk(self, disk: DiskTier, event: Event) -> None:
+    def _tell_lower(self, lower: LowerTiers, event: Event) -> None:
         """What decode filled is worth keeping; who has just begun to listen must hear what is there."""
         if isinstance(event, KVRelease):
-            disk.returned(event.id, [name for _, name in event.commits])
+            lower.returned(event.id, [name for _, name in event.commits])
         elif isinstance(event, Serving):
-            disk.announce()
+            lower.announce()
         elif isinstance(event, WorkerUp):
-            disk.announce(to=event.worker)
-
-    def _keep(self, disk: DiskTier, prompt: Prompt, held: HeldKV) -> None:
-        disk.keep(held.names[: held.num_committed], prompt.cache_class, prompt.cache_salt)
-        if held.lessee is not None:
-            disk.lent(prompt.id, prompt.cache_class, prompt.cache_salt)
+            lower.announce(to=event.worker)
 
     # -------------------------------------------------------------------------------------------- running and lending
 
@@ -293,8 +289,9 @@ class Prefill(Stage):
             self.ready.append(request)
             return
         kv = self.engine.lend(request, lessee)
-        if self.disk is not None:
-            self._keep(self.disk, prompt, self.engine.held[request])
+        if self.lower is not None:
+            held = self.engine.held[request]
+            self.lower.keep_prompt(prompt, held.names[: held.num_committed])
         metrics.counter("prefix_cache_queries_tokens_total").inc(len(prompt.tokens))
         metrics.counter("prefix_cache_hits_tokens_total").inc(kv.cached_tokens)
         scores = self.scores.take(request)

@@ -11,7 +11,8 @@ import pytest
 from decode_loop import Service, prompt, save_random_llama
 
 from flowinfer.cache.disk.io import Files
-from flowinfer.cache.tiers import worth_restoring
+from flowinfer.cache.disk.store import DiskStore
+from flowinfer.cache.tiers import ReadSpeed, worth_restoring
 from flowinfer.engine import hub
 from flowinfer.errors import ModelError, RequestError, StageError
 from flowinfer.graph.planner import load_plan
@@ -90,7 +91,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def restoring(monkeypatch: pytest.MonkeyPatch) -> None:
     """Reading is always worth it, however fast the small model computes."""
-    monkeypatch.setattr("flowinfer.cache.tiers.READ_LATENCY_S", -1e9)
+    monkeypatch.setattr("flowinfer.engine.store_tier.worth_restoring", lambda *args: True)
 
 
 def small(llama: Path, folder: Path | None, num_blocks: int = 16, **disk: str) -> Service:
@@ -98,6 +99,12 @@ def small(llama: Path, folder: Path | None, num_blocks: int = 16, **disk: str) -
     made = Service(llama, num_blocks=num_blocks, lookup={"tiers": tiers})
     made.group.emit(Serving())
     return made
+
+
+def disk_of(running: Service) -> DiskStore:
+    (tier,) = running.decode.lower.tiers
+    assert isinstance(tier.store, DiskStore)
+    return tier.store
 
 
 def small_tokens(seed: int, count: int) -> list[int]:
@@ -124,12 +131,12 @@ def damage(folder: Path) -> None:
 def test_what_memory_has_lost_comes_back_from_disk(llama: Path, tmp_path: Path, restoring: None) -> None:
     running = small(llama, tmp_path)
     first = answer(running, prompt("a", small_tokens(1, 300)))
-    while running.pool.num_free < 16 or running.decode.disk.store.counts["stored"] < 4:
+    while running.pool.num_free < 16 or disk_of(running).counts["stored"] < 4:
         running.turn()
     answer(running, *[prompt(f"x{n}", small_tokens(10 + n, 400)) for n in range(4)])
     again = answer(running, prompt("b", small_tokens(1, 300)))
     assert again["b"] == first["a"] and cached(running, "b") == 256
-    assert running.decode.disk.store.counts["hits"] == 4
+    assert disk_of(running).counts["hits"] == 4
     running.group.close()
 
 
@@ -154,7 +161,7 @@ def test_a_bad_disk_means_computing_again_and_never_another_answer(
         for name in ("read", "write", "sync", "create"):
             monkeypatch.setattr(Files, name, dead)
     assert answer(running, prompt("b", small_tokens(1, 300)))["b"] == first["a"]
-    counts = running.decode.disk.store.counts
+    counts = disk_of(running).counts
     assert cached(running, "b") == 0
     assert sum(counts[f"read_{cause}"] for cause in ("checksum", "header", "io", "gone")) > 0
     running.group.close()
@@ -195,7 +202,7 @@ def test_a_class_without_retention_is_not_stored(llama: Path, tmp_path: Path) ->
     one = prompt("a", small_tokens(1, 300))
     one.cache_class = "private"
     answer(running, one)
-    store = running.decode.disk.store
+    store = disk_of(running)
     running.group.close()
     assert store.counts["stored"] == 0
 
@@ -224,7 +231,7 @@ def test_tiny_pools_shared_prefixes_cancels_and_damage_change_no_token(
         }
         while running.pool.num_free < 14:
             running.turn()
-        hits += running.decode.disk.store.counts["hits"]
+        hits += disk_of(running).counts["hits"]
         running.group.close()
     assert hits > 0
 
@@ -234,7 +241,7 @@ def test_a_second_service_on_the_path_finds_what_the_first_one_stored(
 ) -> None:
     one, other = small(llama, tmp_path), small(llama, tmp_path)
     first = answer(one, prompt("a", small_tokens(1, 300)))
-    while one.decode.disk.store.counts["stored"] < 4:
+    while disk_of(one).counts["stored"] < 4:
         one.turn()
     assert answer(other, prompt("b", small_tokens(1, 300)))["b"] == first["a"] and cached(other, "b") == 256
     one.group.close()
@@ -249,6 +256,18 @@ def test_a_path_that_cannot_be_used_is_refused_with_the_stage_named(llama: Path,
 
 def test_restoring_is_chosen_by_cost() -> None:
     cost = (8e-3, 4e-4, 3e-7)
-    assert worth_restoring(100 << 20, 1e9, 4096, 0, cost)
-    assert not worth_restoring(1 << 20, 1e9, 1, 0, cost)
-    assert not worth_restoring(100 << 20, 1e7, 4096, 0, cost)
+    assert worth_restoring(0.1, 4096, 0, cost)
+    assert not worth_restoring(0.004, 1, 0, cost)
+    assert not worth_restoring(10.0, 4096, 0, cost)
+
+
+def test_the_speed_of_reads_is_learned_and_what_was_slow_is_tried_again() -> None:
+    speed = ReadSpeed(0.03)
+    for _ in range(40):
+        speed.observe(100 << 20, 0.2 + (100 << 20) / 1e8)
+        speed.observe(1 << 10, 0.2)
+    assert speed.seconds(100 << 20) == pytest.approx(0.2 + (100 << 20) / 1e8, rel=0.1)
+    assert speed.seconds(1 << 10) == pytest.approx(0.2, rel=0.1)
+    while speed.seconds(100 << 20) > 0.2:
+        speed.declined()
+    assert speed.latency_s >= 0.03
