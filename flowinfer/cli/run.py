@@ -60,6 +60,7 @@ def _serve(
 
     from flowinfer.cli.rewire import load_source, source_of
     from flowinfer.cli.watch import watch
+    from flowinfer.graph.devices import refuse_missing
     from flowinfer.runtime.models import fetch_models
     from flowinfer.runtime.state import left_to
     from flowinfer.runtime.supervisor import StartError, Supervisor
@@ -69,6 +70,7 @@ def _serve(
     source = left.source if left else source_of(file, overlays, sets, allow_local)
     plan = left.plan if left else load_source(source)
     if left is None:
+        refuse_missing(plan)
         fetch_models(plan)
 
     def ready(address: str) -> None:

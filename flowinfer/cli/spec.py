@@ -6,11 +6,14 @@ import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from flowinfer.errors import Mark, SpecError
+
+if TYPE_CHECKING:
+    from flowinfer.graph.model import Graph
 
 Decorated = Callable[..., Any]
 
@@ -50,7 +53,19 @@ def check(file: str, overlays: tuple[str, ...], sets: tuple[str, ...], allow_loc
     if graph.problems:
         return _fail(SpecError(graph.problems), document.sources, as_json)
     click.echo(_plan_json(graph) if as_json else summary(graph, color=wants_color(sys.stdout)))
+    if not as_json:
+        _note_devices(graph)
     return None
+
+
+def _note_devices(graph: Graph) -> None:
+    """The file may be meant for another machine, so that what this one lacks is no mistake in it."""
+    from flowinfer.graph.devices import missing_devices
+    from flowinfer.graph.planner import plan_of
+
+    for problem in missing_devices(plan_of(graph)):
+        note = f"note {problem.code}: {problem.message} `flowinfer run` refuses it here."
+        click.echo(click.style(note, fg="yellow") if sys.stderr.isatty() else note, err=True)
 
 
 def _fail(error: SpecError, sources: Any, as_json: bool) -> None:

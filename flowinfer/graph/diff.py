@@ -12,7 +12,8 @@ from typing import Any
 
 import msgspec
 
-from flowinfer.graph.plan import API, EdgePlan, Plan, StagePlan
+from flowinfer.graph.devices import count_gpus, missing
+from flowinfer.graph.plan import API, EdgePlan, Plan, StagePlan, WorkerPlan
 from flowinfer.stage import ChangeClass, Stage, change_class, ports
 from flowinfer.units import format_share
 
@@ -57,9 +58,12 @@ class Diff(msgspec.Struct, frozen=True, kw_only=True):
         return frozenset(name for change in self.changes for name in change.workers)
 
 
-def compare(old: Plan, new: Plan, load: Loader) -> Diff:
-    """What differs in `new`, and how a service that runs `old` takes it. Loads stage classes, opens nothing."""
-    return _Comparison(old, new, load).diff()
+def compare(old: Plan, new: Plan, load: Loader, num_gpus: Callable[[], int] = count_gpus) -> Diff:
+    """What differs in `new`, and how a service that runs `old` takes it. Loads stage classes, opens nothing.
+
+    num_gpus: of the machine that the service runs on.
+    """
+    return _Comparison(old, new, load, num_gpus).diff()
 
 
 def settled(old: Plan, new: Plan) -> Plan:
@@ -80,8 +84,8 @@ def _is_rescaled(old: Plan, new: Plan) -> bool:
 
 
 class _Comparison:
-    def __init__(self, old: Plan, new: Plan, load: Loader) -> None:
-        self.old, self.raw, self.new, self.load = old, new, settled(old, new), load
+    def __init__(self, old: Plan, new: Plan, load: Loader, num_gpus: Callable[[], int]) -> None:
+        self.old, self.raw, self.new, self.load, self.num_gpus = old, new, settled(old, new), load, num_gpus
 
     def diff(self) -> Diff:
         parts = (self._experiment, self._stages, self._edges, self._workers, self._serve, self._network)
@@ -248,6 +252,8 @@ class _Comparison:
         for name in dict.fromkeys((*self.old.workers, *self.new.workers)):
             before, after = self.old.workers.get(name), self.new.workers.get(name)
             path = f"workers.{name}"
+            if after is not None and (before is None or before.device != after.device):
+                yield from self._missing_device(f"{path}.device", before, after)
             if before is None or after is None:
                 was, now = (ABSENT, "a worker") if before is None else ("a worker", ABSENT)
                 if self._is_of_arm(name):
@@ -255,30 +261,29 @@ class _Comparison:
                     yield Change(path=path, before=was, after=now, kind="warm", how=how)
                     continue
                 yield Change(path=path, before=was, after=now, kind="cold", how="all workers are started anew")
-                continue
-            if before.replicas != after.replicas:
-                up = after.replicas > before.replicas
-                how = (
-                    "a new instance starts, then joins"
-                    if up
-                    else "an instance gets nothing new, ends what it has, leaves"
-                )
-                yield Change(
-                    path=f"{path}.replicas", before=before.replicas, after=after.replicas, kind="warm", how=how
-                )
-            if before.log_level != after.log_level:
-                was, now = before.log_level or "(as serve)", after.log_level or "(as serve)"
-                yield Change(path=f"{path}.log_level", before=was, after=now, kind="live", how=LOGGED)
-            for key, word in (("device", "device"), ("threads", "threads"), ("kv_bytes", "kv_memory")):
-                was, now = getattr(before, key), getattr(after, key)
-                if was != now:
-                    yield Change(
-                        path=f"{path}.{word}",
-                        before=was,
-                        after=now,
-                        kind="cold",
-                        how="memory and threads are laid out at the start",
-                    )
+            else:
+                yield from self._worker(path, before, after)
+
+    def _missing_device(self, path: str, before: WorkerPlan | None, after: WorkerPlan) -> Iterator[Change]:
+        if reason := missing(after.device, self.num_gpus):
+            was = before.device if before else ABSENT
+            yield Change(path=path, before=was, after=after.device, kind="refused", how=reason)
+
+    def _worker(self, path: str, before: WorkerPlan, after: WorkerPlan) -> Iterator[Change]:
+        if before.replicas != after.replicas:
+            up = after.replicas > before.replicas
+            how = (
+                "a new instance starts, then joins" if up else "an instance gets nothing new, ends what it has, leaves"
+            )
+            yield Change(path=f"{path}.replicas", before=before.replicas, after=after.replicas, kind="warm", how=how)
+        if before.log_level != after.log_level:
+            was, now = before.log_level or "(as serve)", after.log_level or "(as serve)"
+            yield Change(path=f"{path}.log_level", before=was, after=now, kind="live", how=LOGGED)
+        how = "memory and threads are laid out at the start"
+        for key, word in (("device", "device"), ("threads", "threads"), ("kv_bytes", "kv_memory")):
+            was, now = getattr(before, key), getattr(after, key)
+            if was != now and not (key == "device" and missing(now, self.num_gpus)):
+                yield Change(path=f"{path}.{word}", before=was, after=now, kind="cold", how=how)
 
     def _serve(self) -> Iterator[Change]:
         """What the api's own settings don't show."""
