@@ -1,7 +1,7 @@
 """Gives the bytes of KV blocks to stores, and takes them back: the arena itself on a CPU, pinned host memory else.
 
 Pinned memory is what a GPU copies at full speed beside its computing, and page-aligned as O_DIRECT wants it. Copies run
-on a stream of their own, behind what was queued when they were asked for; two halves of the memory take turns, so that
+on streams of their own, behind what was queued when they were asked for; two halves of the memory take turns, so that
 one is copied while the store works on the other.
 """
 
@@ -16,62 +16,78 @@ import torch
 
 from flowinfer.engine.layout import KVLayout
 
-STAGED_BYTES = 64 << 20  # of pinned memory, in two halves
+STAGED_BYTES = 64 << 20  # of pinned memory for each direction, in two halves
 Result = TypeVar("Result")
 Blocks = Sequence[int]
+Store = Callable[[int, Sequence[memoryview]], list[Result]]
+Load = Callable[[int, Sequence[memoryview]], int]
 
 
 class Staging:
-    """Block memory of one engine. `mark` is for the worker's loop, the rest for background threads, one at a time."""
+    """Block memory of one engine. `mark` is for the worker's loop, the rest for background threads."""
 
     def __init__(self, kv: torch.Tensor, layout: KVLayout) -> None:
-        self._kv, self._lock = kv, threading.Lock()
+        self._kv = kv
         self._is_direct = kv.device.type == "cpu"
-        self._halves: list[torch.Tensor] = []
-        self._per_half = max(1, STAGED_BYTES // 2 // layout.block_bytes)
-        self._stream: torch.cuda.Stream | None = None
+        per_half = max(1, STAGED_BYTES // 2 // layout.block_bytes)
+        self._out, self._in = _Lane(kv, per_half), _Lane(kv, per_half)
 
     def mark(self) -> Any:
         """What the device has been told to do by now; copies of blocks wait for it."""
         return None if self._is_direct else torch.cuda.current_stream(self._kv.device).record_event()
 
-    def write(
-        self, blocks: Blocks, mark: Any, store: Callable[[int, Sequence[memoryview]], list[Result]]
-    ) -> list[Result]:
+    def write(self, blocks: Blocks, mark: Any, store: Store[Result]) -> list[Result]:
         """store(first, memory) for runs of blocks, `first` being the place of the run; all that it returned.
 
         The memory stays as it is until store returns.
         """
         if self._is_direct:
             return store(0, [_bytes(self._kv[block]) for block in blocks])
-        done: list[Result] = []
-        with self._copying(mark) as stream:
-            for at in range(0, len(blocks), self._per_half):
-                some = blocks[at : at + self._per_half]
-                half = self._halves[0]
-                with torch.cuda.stream(stream):
-                    for place, block in enumerate(some):
-                        half[place].copy_(self._kv[block], non_blocking=True)
-                stream.synchronize()
-                done += store(at, [_bytes(half[place]) for place in range(len(some))])
-        return done
+        return self._out.write(blocks, mark, store)
 
-    def read(self, blocks: Blocks, mark: Any, load: Callable[[int, Sequence[memoryview]], int]) -> int:
+    def read(self, blocks: Blocks, mark: Any, load: Load) -> int:
         """load(first, memory) for runs of blocks fills memory and returns how many leading ones it filled.
 
-        Returns how many leading blocks are in place. What is loaded into one half goes to the device while the other
-        one is loaded.
+        Returns how many leading blocks are in place.
         """
         if self._is_direct:
             return load(0, [_bytes(self._kv[block]) for block in blocks])
+        return self._in.read(blocks, mark, load)
+
+
+class _Lane:
+    """Copies in one direction, for one caller at a time."""
+
+    def __init__(self, kv: torch.Tensor, per_half: int) -> None:
+        self._kv, self._per_half = kv, per_half
+        self._lock = threading.Lock()
+        self._halves: list[torch.Tensor] = []
+        self._stream: torch.cuda.Stream | None = None
+
+    def write(self, blocks: Blocks, mark: Any, store: Store[Result]) -> list[Result]:
+        """The next run is copied while the store works on this one."""
+        runs = self._runs(blocks)
+        done: list[Result] = []
+        with self._copying(mark) as stream:
+            copied = self._fetch(runs[0][1], 0, stream) if runs else None
+            for turn, (at, some) in enumerate(runs):
+                if copied is not None:
+                    copied.synchronize()
+                if turn + 1 < len(runs):
+                    copied = self._fetch(runs[turn + 1][1], (turn + 1) % 2, stream)
+                done += store(at, self._memory(turn % 2, len(some)))
+        return done
+
+    def read(self, blocks: Blocks, mark: Any, load: Load) -> int:
+        """What is loaded into one half goes to the device while the other one is loaded."""
         done = 0
         with self._copying(mark) as stream:
             copied: list[torch.cuda.Event | None] = [None, None]
-            for turn, at in enumerate(range(0, len(blocks), self._per_half)):
-                some, side = blocks[at : at + self._per_half], turn % 2
+            for turn, (at, some) in enumerate(self._runs(blocks)):
+                side = turn % 2
                 if (event := copied[side]) is not None:
                     event.synchronize()
-                num = load(at, [_bytes(self._halves[side][place]) for place in range(len(some))])
+                num = load(at, self._memory(side, len(some)))
                 with torch.cuda.stream(stream):
                     for place, block in enumerate(some[:num]):
                         self._kv[block].copy_(self._halves[side][place], non_blocking=True)
@@ -81,6 +97,18 @@ class Staging:
                     break
             stream.synchronize()
         return done
+
+    def _fetch(self, blocks: Blocks, side: int, stream: torch.cuda.Stream) -> torch.cuda.Event:
+        with torch.cuda.stream(stream):
+            for place, block in enumerate(blocks):
+                self._halves[side][place].copy_(self._kv[block], non_blocking=True)
+            return stream.record_event()
+
+    def _memory(self, side: int, count: int) -> list[memoryview]:
+        return [_bytes(self._halves[side][place]) for place in range(count)]
+
+    def _runs(self, blocks: Blocks) -> list[tuple[int, Blocks]]:
+        return [(at, blocks[at : at + self._per_half]) for at in range(0, len(blocks), self._per_half)]
 
     @contextmanager
     def _copying(self, mark: Any) -> Iterator[torch.cuda.Stream]:
