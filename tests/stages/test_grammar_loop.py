@@ -117,6 +117,25 @@ def test_a_grammar_begins_where_reasoning_ends_also_inside_a_draft(
     assert temperature == 0 or any(len(answers[1][id]) > 9 for id in stopped)  # some thought first
 
 
+def test_a_model_may_think_of_its_own_accord_before_what_binds_it(model: Path, text: TextTokenizer) -> None:
+    (opens,), (closes,) = (text.encode_plain(mark).tolist() for mark in "yx")
+    answers = []
+    for draft in ("none", "ngram"):
+        service = Service(model, num_blocks=60, draft=draft)
+        for n in range(8):
+            ids = text.encode_plain(f"{n} " + "y think ab12 x ab12ab12 " * 6)
+            grammar = Grammar("regex", "(ab12){2}", after=closes, opens=opens)
+            options = {"temperature": 1.0, "logit_bias": {opens: 40.0 * (n % 2) - 20.0, closes: 19.0}, "seed": n}
+            service.send(prompt(f"t{n}", ids, ignore_eos=False, grammar=grammar, max_tokens=300, **options))
+        answers.append(service.finish(f"t{n}" for n in range(8)))
+    assert answers[0] == answers[1]
+    stopped = {id: text.decode(answers[1][id]) for id in answers[1] if service.client.ended[id].reason == "stop"}
+    thought = {id for id, said in stopped.items() if said.startswith("y")}
+    assert thought and thought != stopped.keys()
+    for said in stopped.values():
+        assert said.endswith("ab12ab12") and (said == "ab12ab12" or said[0] == "y")
+
+
 def test_a_preempted_sequence_goes_on_in_its_grammar(model: Path, text: TextTokenizer) -> None:
     schema = {"type": "array", "items": {"type": "integer", "maximum": 99999, "minimum": 10000}, "minItems": 20}
     ids = [f"p{n}" for n in range(5)]
