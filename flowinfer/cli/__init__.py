@@ -34,7 +34,7 @@ COMMANDS = {
     "compare": Entry("flowinfer.cli.compare:compare", "Tell which of two graphs is better, and by how much."),
     "sweep": Entry("flowinfer.cli.sweep:sweep", "Run one graph at many settings over the same requests."),
     "test": Entry("flowinfer.cli.test:test", "Run the tests beside pipelines and stages."),
-    "plan": Entry("flowinfer.cli.rewire:plan", "Show what a file would change in the running service."),
+    "plan": Entry("flowinfer.cli.plan:plan", "Show what a file would change in the running service."),
     "apply": Entry("flowinfer.cli.rewire:apply", "Make the running service run a file."),
     "set": Entry("flowinfer.cli.rewire:set_values", "Set values of the running service."),
     "swap": Entry("flowinfer.cli.rewire:swap", "Replace a stage of the running service."),

@@ -1,8 +1,7 @@
-"""Commands that change a running service: plan, apply, rollback, history, set, swap, scale, drain."""
+"""Commands that change a running service: apply, rollback, history, set, swap, scale, drain."""
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -10,15 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from flowinfer.cli.plan import render
 from flowinfer.errors import FlowInferError
 
 if TYPE_CHECKING:
-    from flowinfer.graph.diff import Change
     from flowinfer.graph.plan import Plan
     from flowinfer.runtime.rewire.protocol import Reply, Request, Source
 
 Decorated = Callable[..., Any]
-COLORS = {"live": "green", "warm": "cyan", "cold": "yellow", "refused": "red"}
 
 
 def _options(*decorators: Decorated) -> Callable[[Decorated], Decorated]:
@@ -43,40 +41,13 @@ _asked = _options(_service, _yes, _drain)
 
 @click.command()
 @click.argument("file", type=click.Path())
-@click.argument("other", required=False, type=click.Path())
-@_options(_overlays, _sets, _allow_local, _service)
-@click.option("--json", "as_json", is_flag=True, help="Print the changes as JSON.")
-def plan(
-    file: str, other: str | None, overlays: Any, sets: Any, allow_local: bool, service: str, as_json: bool
-) -> None:
-    """Show what FILE would change in the running service, or what OTHER changes in FILE; change nothing.
-
-    -o and --set belong to the file that is new. Exit codes: 0 it can be done, 1 it is refused.
-    """
-    from flowinfer.runtime.rewire.protocol import Request
-
-    if other is None:
-        source = source_of(file, overlays, sets, allow_local)
-        reply = ask_service(_find(service, file), Request(do="plan", plan=load_source(source)))
-    else:
-        reply = _compare(
-            load_source(source_of(file, (), (), allow_local)),
-            load_source(source_of(other, overlays, sets, allow_local)),
-        )
-    click.echo(_as_json(reply) if as_json else render(reply))
-    if any(change.kind == "refused" for change in reply.changes):
-        click.get_current_context().exit(1)
-
-
-@click.command()
-@click.argument("file", type=click.Path())
 @_options(_overlays, _sets, _allow_local, _asked)
 def apply(
     file: str, overlays: Any, sets: Any, allow_local: bool, service: str, yes: bool, drain_s: float | None
 ) -> None:
     """Make the running service run FILE."""
     source = source_of(file, overlays, sets, allow_local)
-    change(_find(service, file), load_source(source), source, f"apply {file}", yes=yes, drain_s=drain_s)
+    change(find_service(service, file), load_source(source), source, f"apply {file}", yes=yes, drain_s=drain_s)
 
 
 @click.command("set")
@@ -131,7 +102,7 @@ def rollback(service: str, yes: bool, drain_s: float | None) -> None:
     """Go back to what ran before the last change."""
     from flowinfer.runtime.rewire.protocol import Request
 
-    ask_service(_find(service), Request(do="rollback", drain_s=drain_s))
+    ask_service(find_service(service), Request(do="rollback", drain_s=drain_s))
     click.echo("Done.")
 
 
@@ -143,7 +114,7 @@ def history(service: str, name: str) -> None:
     from flowinfer.runtime.rewire.journal import Journal
     from flowinfer.runtime.rewire.protocol import Request
 
-    steps = Journal(name).read() if name else ask_service(_find(service), Request(do="history")).steps
+    steps = Journal(name).read() if name else ask_service(find_service(service), Request(do="history")).steps
     for step in steps:
         when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(step.at))
         click.echo(f"{when}  change {step.change:<3} epoch {step.epoch:<3} {step.step:<10} {step.text}".rstrip())
@@ -186,13 +157,13 @@ def _set(values: Iterable[str], note: str, service: str, yes: bool, drain_s: flo
         help = f"See `flowinfer plan {source.file}`, and apply that first."
         raise FlowInferError(f"{source.file} was edited since the service took it.", help=help)
     source = replace(source, sets=(*source.sets, *values))
-    change(_find(service), load_source(source), source, note, yes=yes, drain_s=drain_s)
+    change(find_service(service), load_source(source), source, note, yes=yes, drain_s=drain_s)
 
 
 def _renew(stage: str, note: str, service: str, drain_s: float | None) -> None:
     from flowinfer.runtime.rewire.protocol import Request
 
-    running, folder = _current(service), _find(service)
+    running, folder = _current(service), find_service(service)
     request = Request(
         do="apply", plan=_plan_of(running), source=_source_of(running), renew=(stage,), note=note, drain_s=drain_s
     )
@@ -213,7 +184,8 @@ def load_source(source: Source) -> Plan:
     return load_plan(source.file, source.overlays, source.sets, source.allow_local)
 
 
-def _find(service: str, file: str = "") -> Path:
+def find_service(service: str, file: str = "") -> Path:
+    """The folder of the running service that is meant. Raises FlowInferError that lists those that run."""
     from flowinfer.runtime.rewire.control import find
 
     return find(file=str(Path(file).resolve()) if file else "", service=service)[1]
@@ -222,7 +194,7 @@ def _find(service: str, file: str = "") -> Path:
 def _current(service: str) -> Reply:
     from flowinfer.runtime.rewire.protocol import Request
 
-    return ask_service(_find(service), Request(do="status"))
+    return ask_service(find_service(service), Request(do="status"))
 
 
 def _plan_of(reply: Reply) -> Plan:
@@ -246,44 +218,3 @@ def ask_service(folder: Path, request: Request) -> Reply:
             return reply
         click.echo(reply.text)
     raise FlowInferError("The service gave no answer.")
-
-
-def _compare(old: Plan, new: Plan) -> Reply:
-    from flowinfer.graph.diff import compare
-    from flowinfer.runtime.loading import LoadStage
-    from flowinfer.runtime.rewire.protocol import Reply
-
-    load = LoadStage(Path(new.file).parent, new.allow_local or old.allow_local)
-    diff = compare(old, new, load)
-    return Reply(last=True, changes=diff.changes, kept=diff.kept, gap="a start" if diff.kind == "cold" else "none")
-
-
-def render(reply: Reply) -> str:
-    """The changes as a table, with what they cost."""
-    if not reply.changes:
-        return "Nothing differs."
-    rows = [_row(change) for change in reply.changes]
-    widths = [max(len(row[i]) for row in rows) for i in (0, 1)]
-    lines = []
-    for change, (kind, path, values) in zip(reply.changes, rows, strict=True):
-        word = click.style(kind.ljust(widths[0]), fg=COLORS[kind], bold=True)
-        lines += [f"{word}  {path.ljust(widths[1])}  {values}", f"{'':{widths[0]}}    {change.how}"]
-    lines += [f"kept     {line}" for line in reply.kept]
-    memory = f"about {reply.memory_bytes / 2**20:.0f} MiB more while both run" if reply.memory_bytes else "as now"
-    return "\n".join([*lines, "", f"memory peak: {memory}; gap for new requests: {reply.gap}"])
-
-
-def _row(change: Change) -> tuple[str, str, str]:
-    return change.kind, change.path, f"{_short(change.before)} -> {_short(change.after)}"
-
-
-def _short(value: Any) -> str:
-    text = value if isinstance(value, str) else json.dumps(value, default=str)
-    return text if len(text) <= 60 else text[:57] + "..."
-
-
-def _as_json(reply: Reply) -> str:
-    import msgspec
-
-    keys = ("changes", "kept", "memory_bytes", "gap")
-    return msgspec.json.format(msgspec.json.encode({key: getattr(reply, key) for key in keys}), indent=2).decode()

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from flowinfer.cli.rewire import ask_service, load_source, render
+from flowinfer.cli.plan import render
+from flowinfer.cli.rewire import ask_service, load_source
 from flowinfer.errors import FlowInferError
 
 if TYPE_CHECKING:

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import resource
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
 
 from flowinfer.errors import FlowInferError
 from flowinfer.graph.diff import Diff
+from flowinfer.graph.plan import Plan
 from flowinfer.runtime.events import TapAsk
+from flowinfer.runtime.footprint import beside, refusal, resident
 from flowinfer.runtime.rewire.protocol import Reply, Request
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ def _answer(supervisor: Supervisor, request: Request, tell: Callable[[str], None
     if request.do == "rollback":
         controller.rollback(tell, drain_s=request.drain_s, probation_s=request.probation_s)
     elif request.plan is not None and request.do == "plan":
-        return describe(supervisor, controller.plan(request.plan))
+        return describe(supervisor, request.plan, controller.plan(request.plan))
     elif request.plan is not None and request.do == "apply":
         controller.apply(
             request.plan,
@@ -50,31 +50,27 @@ def _answer(supervisor: Supervisor, request: Request, tell: Callable[[str], None
     return Reply(last=True, plan=supervisor.plan, source=controller.source)
 
 
-def describe(supervisor: Supervisor, diff: Diff) -> Reply:
+def describe(supervisor: Supervisor, new: Plan, diff: Diff) -> Reply:
     """A difference with what it would cost: memory of what stands beside what runs, and the pause of new requests."""
-    beside = list(diff.workers())
-    for change in diff.changes:
-        if change.path.endswith(".replicas") and change.after > change.before:
-            beside += [change.path.split(".")[1]] * (change.after - change.before)
-    memory = sum(_resident(supervisor, worker) for worker in beside)
+    changes = diff.changes
+    try:
+        supervisor.check(new)
+    except FlowInferError as error:
+        changes = (*changes, refusal(new, error))
+    cold = diff.kind == "cold"
     gap = f"about {supervisor.start_s:.0f} s (as the last start), after open requests have ended"
     return Reply(
         last=True,
-        changes=diff.changes,
+        changes=changes,
         kept=diff.kept,
-        memory_bytes=memory,
-        gap=gap if diff.kind == "cold" else "none",
+        memory_bytes=0 if cold else sum(_resident(supervisor, worker) for worker in beside(diff)),
+        resident_bytes=sum(resident(child.process.pid) for child in supervisor.children.values() if child.process),
+        gap=gap if cold else "none",
         source=supervisor.controller.source,
     )
 
 
 def _resident(supervisor: Supervisor, worker: str) -> int:
     """Memory of one instance of a worker as it is now, in bytes; 0 where the system doesn't say."""
-    for child in supervisor.children.values():
-        if child.worker == worker and child.process is not None:
-            try:
-                pages = Path(f"/proc/{child.process.pid}/statm").read_text().split()[1]
-            except (OSError, IndexError):
-                return 0
-            return int(pages) * resource.getpagesize()
-    return 0
+    pids = (child.process.pid for child in supervisor.children.values() if child.worker == worker and child.process)
+    return next(map(resident, pids), 0)

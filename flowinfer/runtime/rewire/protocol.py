@@ -77,7 +77,8 @@ class Reply(msgspec.Struct, frozen=True, kw_only=True):
     help: str = ""
     changes: tuple[Change, ...] = ()
     kept: tuple[str, ...] = ()
-    memory_bytes: int = 0
+    memory_bytes: int = 0  # more at the peak than now
+    resident_bytes: int = 0  # of all processes now, where they run
     gap: str = ""
     plan: Plan | None = None
     source: Source | None = None

@@ -1,0 +1,61 @@
+"""What a change costs in memory: measured where workers run, else estimated from weights and KV memory."""
+
+from __future__ import annotations
+
+import contextlib
+import resource
+from pathlib import Path
+
+from flowinfer.errors import FlowInferError
+from flowinfer.graph.diff import Change, Diff
+from flowinfer.graph.plan import API, Plan
+from flowinfer.runtime.arenas import DEFAULT_KV_BYTES
+from flowinfer.runtime.loading import Loader, make_config
+
+PROCESS_BYTES = 60 << 20  # of a worker without a model: interpreter, message types, ZeroMQ
+TORCH_BYTES = 200 << 20  # more with torch in it
+
+
+def resident(pid: int) -> int:
+    """Memory of a process as it is now, in bytes; 0 where the system doesn't say."""
+    try:
+        return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * resource.getpagesize()
+    except (OSError, IndexError, ValueError):
+        return 0
+
+
+def beside(diff: Diff) -> list[str]:
+    """Workers of which one more instance stands while both graphs run, by name, each as often as it does."""
+    found = list(diff.workers())
+    for change in diff.changes:
+        if change.path.endswith(".replicas") and change.after > change.before:
+            found += [change.path.split(".")[1]] * (change.after - change.before)
+    return found
+
+
+def estimate(plan: Plan, worker: str, load: Loader) -> int:
+    """Bytes that one instance of a worker takes once its KV memory is full. Stages of a worker share a model."""
+    own, size, models = plan.workers[worker], PROCESS_BYTES, set()
+    for stage in (plan.stages[name] for name in own.stages if name != API):
+        use = make_config(load(stage), stage).contract().model
+        if use is not None and use.weights:
+            models.add(use.model)
+    if models:
+        size += TORCH_BYTES + (own.kv_bytes or own.tier_bytes or DEFAULT_KV_BYTES)
+    return size + sum(map(_weights, models))
+
+
+def _weights(model: str) -> int:
+    from flowinfer.engine import hub
+
+    with contextlib.suppress(FlowInferError, OSError):
+        return sum(path.stat().st_size for path in hub.resolve(model).rglob("*.safetensors"))
+    return 0
+
+
+def refusal(plan: Plan, error: FlowInferError) -> Change:
+    """What keeps a plan from running here, as a change that is refused."""
+    stage = getattr(error, "stage", "")
+    path = f"stages.{stage}" if stage in plan.stages else "file"
+    how = f"{error.message} {error.help}".strip()
+    return Change(path=path, before="(as it is)", after="(can't run)", kind="refused", how=how)
