@@ -141,8 +141,8 @@ def compare(
     )
     with arms(first, second, real, console) as (left, right), _progress(console, len(asks) * rounds) as progress:
         groups = run_rounds(left, right, asks, rounds=rounds, in_flight=in_flight, progress=progress)
-        comparison = compared(groups, (left.memory(), right.memory()), setup)
-    _write(comparison, json_file, html_file)
+        comparison = compared(groups, setup)
+    write(comparison, json_file, html_file)
     show(comparison, Console(highlight=False))
     problems = [problem for clause in clauses if (problem := clause.problem(comparison.figures, comparison.answers))]
     for problem in problems:
@@ -181,7 +181,8 @@ def _changes(first: Variant, second: Variant) -> str:
     return "\n".join(lines)
 
 
-def _write(comparison: Comparison, json_file: Path | None, html_file: Path | None) -> None:
+def write(comparison: Comparison, json_file: Path | None, html_file: Path | None) -> None:
+    """The files that were asked for."""
     import msgspec
 
     from flowinfer.compare.report import html
@@ -207,9 +208,11 @@ def show(comparison: Comparison, console: Console) -> None:
     for f in comparison.figures:
         verdict = f"[{colours[f.better]}]{sentence(f)}[/]"
         table.add_row(f.title, value(f, f.a), value(f, f.b), change(f).replace("[", "\\["), verdict)
-    console.print(f"A  {comparison.setup.a}\nB  {comparison.setup.b}\n", markup=False)
+    setup = comparison.setup
+    console.print(f"A  {setup.a}\nB  {setup.b}\n" + (f"{setup.note}\n" if setup.note else ""), markup=False)
     console.print(comparison.headline, style="bold", markup=False)
     console.print(table)
-    for pair in comparison.answers.differences[:PRINTED_PAIRS]:
+    readable = [pair for pair in comparison.answers.differences if pair.a or pair.b]
+    for pair in readable[:PRINTED_PAIRS]:
         console.print(f"request {pair.request}, first at {pair.unit} {pair.at}", style="dim", markup=False)
         console.print(f"  A  {pair.a!r}\n  B  {pair.b!r}", markup=False)

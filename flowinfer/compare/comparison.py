@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 from collections.abc import Callable, Sequence
+from typing import Literal
 
 import msgspec
 import numpy as np
@@ -27,7 +28,10 @@ class Side(msgspec.Struct):
 
 
 class Setup(msgspec.Struct, kw_only=True):
-    """What a reader must know to trust or repeat the figures. changes: a unified diff of the resolved files."""
+    """What a reader must know to trust or repeat the figures. changes: a unified diff of the resolved files.
+
+    kind: a comparison, or an experiment in which a running service split or mirrored its traffic.  note: how it ended.
+    """
 
     a: str
     b: str
@@ -44,6 +48,9 @@ class Setup(msgspec.Struct, kw_only=True):
     machine: str = ""
     version: str = flowinfer.__version__
     when: str = ""
+    kind: Literal["compare", "split", "mirror"] = "compare"
+    share: float = 0.0
+    note: str = ""
 
 
 class Comparison(msgspec.Struct):
@@ -57,20 +64,21 @@ class Comparison(msgspec.Struct):
     b: Side
 
 
-def compared(groups: Sequence[Group], memory: tuple[int | None, int | None], setup: Setup) -> Comparison:
+def compared(groups: Sequence[Group], setup: Setup) -> Comparison:
     """The comparison of what was measured."""
-    found, answers = figures(groups, setup.limit, memory, setup.seed), compare_answers(groups)
+    found, answers = figures(groups, setup.limit, setup.seed), compare_answers(groups)
     return Comparison(
         headline(found, answers),
         setup,
         found,
         answers,
-        _side(setup.a, [answer for group in groups for answer in group.a]),
-        _side(setup.b, [answer for group in groups for answer in group.b]),
+        side_of(setup.a, [answer for group in groups for answer in group.a]),
+        side_of(setup.b, [answer for group in groups for answer in group.b]),
     )
 
 
-def _side(name: str, answers: Sequence[Answer]) -> Side:
+def side_of(name: str, answers: Sequence[Answer]) -> Side:
+    """What the requests of one side took."""
     return Side(name, *(_measured(of, answers) for of in (ttft, itl, latency)))
 
 

@@ -1,7 +1,7 @@
 """The figures of a comparison: what each side measures, how they differ, and how sure that is. Pure; seeded.
 
-The interval is the percentile bootstrap (Efron 1979) over pairs: both sides are resampled by the same groups of
-requests.
+The interval is the percentile bootstrap (Efron 1979) over groups of requests: where both sides answered the same ones,
+over pairs, so that both are resampled by the same groups.
 """
 
 from __future__ import annotations
@@ -84,12 +84,13 @@ _PER_REQUEST: tuple[tuple[str, str, Callable[[Answer], float], float], ...] = (
     ("latency_p50", "whole answer, p50", latency, 50),
     ("latency_p90", "whole answer, p90", latency, 90),
 )
-# Figures over groups: a sum over a sum.
-_RATIOS: tuple[tuple[str, str, Unit], ...] = (
-    ("tokens_per_s", "tokens", "/s"),
-    ("goodput", "goodput", "/s"),
-    ("hit_rate", "prompt tokens reused", "share"),
-    ("accepted", "drafts accepted", "share"),
+# Figures over groups: a sum over a sum, and whether less is better.
+_RATIOS: tuple[tuple[str, str, Unit, bool], ...] = (
+    ("tokens_per_s", "tokens", "/s", False),
+    ("goodput", "goodput", "/s", False),
+    ("hit_rate", "prompt tokens reused", "share", False),
+    ("accepted", "drafts accepted", "share", False),
+    ("errors", "requests failed", "share", True),
 )
 NAMES: tuple[str, ...] = (*(row[0] for row in _PER_REQUEST), *(row[0] for row in _RATIOS), "memory")
 
@@ -98,7 +99,7 @@ def figures_titles() -> dict[str, str]:
     """The title of each figure, by name."""
     return {
         **{name: title for name, title, _, _ in _PER_REQUEST},
-        **{name: title for name, title, _ in _RATIOS},
+        **{name: title for name, title, _, _ in _RATIOS},
         "memory": "memory",
     }
 
@@ -108,40 +109,71 @@ def unit_of(name: str) -> Unit:
     return {row[0]: row[2] for row in _RATIOS}.get(name, "bytes" if name == "memory" else "s")
 
 
-def figures(
-    groups: Sequence[Group], limit: Limit, memory: tuple[int | None, int | None], seed: int = 0
-) -> list[Figure]:
-    """All figures. Failed requests count in goodput only."""
+def figures(groups: Sequence[Group], limit: Limit, seed: int = 0, *, busy: bool = False) -> list[Figure]:
+    """All figures of pairs: both sides are resampled by the same groups. Failed requests count in goodput and errors.
+
+    busy: rates are for a second in which a request was open, rather than for a second of the group.
+    """
     picks = np.random.default_rng(seed).integers(0, len(groups), (NUM_RESAMPLES, len(groups)))
-    found = _percentiles(groups, picks)
-    sides = [_sums([group.a for group in groups], limit), _sums([group.b for group in groups], limit)]
-    for name, title, unit in _RATIOS:
-        (top_a, under_a), (top_b, under_b) = sides[0][name], sides[1][name]
-        draws = _ratio(top_a[picks].sum(1), under_a[picks].sum(1)), _ratio(top_b[picks].sum(1), under_b[picks].sum(1))
-        points = _ratio(top_a.sum(), under_a.sum()), _ratio(top_b.sum(), under_b.sum())
-        found.append(_figure(name, title, unit, False, points, draws))
-    a, b = memory
-    found.append(Figure("memory", "memory", "bytes", True, a, b, b / a - 1 if a and b else None))
-    return found
+    sides = [group.a for group in groups], [group.b for group in groups]
+    found = _figures(sides, (picks, picks), limit, busy)
+    return [*found, _memory([group.memory for group in groups if group.memory is not None], seed)]
 
 
-def _percentiles(groups: Sequence[Group], picks: NDArray[np.int64]) -> list[Figure]:
-    """Groups differ in size, so requests are drawn as often as their group was."""
-    sizes = np.array([len(group.asks) for group in groups])
-    order = np.repeat(np.arange(len(groups)), sizes)
-    counts = np.zeros((len(picks), len(groups)), np.int64)
-    np.add.at(counts, (np.arange(len(picks))[:, None], picks), 1)
-    weights = counts[:, order]  # [resamples, requests]
+def unpaired(
+    a: Sequence[Sequence[Answer]],
+    b: Sequence[Sequence[Answer]],
+    limit: Limit,
+    memory: Sequence[tuple[int, int]] = (),
+    seed: int = 0,
+) -> list[Figure]:
+    """All figures of two sides that answered different requests, each resampled by its own groups (of a session, say).
+
+    memory: readings of both sides at the same times. Rates are for a second in which a request was open.
+    """
+    random = np.random.default_rng(seed)
+    picks = tuple(random.integers(0, len(side), (NUM_RESAMPLES, len(side))) for side in (a, b))
+    return [*_figures((a, b), (picks[0], picks[1]), limit, busy=True), _memory(memory, seed)]
+
+
+Sides = tuple[Sequence[Sequence[Answer]], Sequence[Sequence[Answer]]]
+Picks = tuple[NDArray[np.int64], NDArray[np.int64]]
+
+
+def _figures(sides: Sides, picks: Picks, limit: Limit, busy: bool) -> list[Figure]:
     found = []
+    weights = [_weights(side, pick) for side, pick in zip(sides, picks, strict=True)]
     for name, title, of, rank in _PER_REQUEST:
-        a = np.array([of(answer) if not answer.error else np.nan for group in groups for answer in group.a])
-        b = np.array([of(answer) if not answer.error else np.nan for group in groups for answer in group.b])
-        whole = np.ones((1, len(order)), np.int64)
-        points = (_weighted(a, whole, rank)[0], _weighted(b, whole, rank)[0])
-        found.append(
-            _figure(name, title, "s", True, points, (_weighted(a, weights, rank), _weighted(b, weights, rank)))
-        )
+        values = [np.array([np.nan if x.error else of(x) for group in side for x in group]) for side in sides]
+        whole = [_weighted(v, np.ones((1, len(v)), np.int64), rank)[0] for v in values]
+        draws = [_weighted(v, w, rank) for v, w in zip(values, weights, strict=True)]
+        found.append(_figure(name, title, "s", True, (whole[0], whole[1]), (draws[0], draws[1])))
+    sums = [_sums(side, limit, busy) for side in sides]
+    for name, title, unit, lower in _RATIOS:
+        draws = [_ratio(s[name][0][p].sum(1), s[name][1][p].sum(1)) for s, p in zip(sums, picks, strict=True)]
+        whole = [_ratio(s[name][0].sum(), s[name][1].sum()) for s in sums]
+        found.append(_figure(name, title, unit, lower, (whole[0], whole[1]), (draws[0], draws[1])))
     return found
+
+
+def _memory(readings: Sequence[tuple[int, int]], seed: int) -> Figure:
+    """Means of readings that were taken together, resampled together."""
+    if not readings:
+        return Figure("memory", "memory", "bytes", True, None, None)
+    values = np.array(readings, np.float64)
+    picks = np.random.default_rng(seed).integers(0, len(values), (NUM_RESAMPLES, len(values)))
+    draws, whole = values[picks].mean(1), values.mean(0)
+    figure = _figure("memory", "memory", "bytes", True, (whole[0], whole[1]), (draws[:, 0], draws[:, 1]))
+    if len(values) < 2:
+        figure.low = figure.high = None
+    return figure
+
+
+def _weights(side: Sequence[Sequence[Answer]], picks: NDArray[np.int64]) -> NDArray[np.int64]:
+    """How often each request is drawn, [resamples, requests]: as often as its group."""
+    counts = np.zeros((len(picks), len(side)), np.int64)
+    np.add.at(counts, (np.arange(len(picks))[:, None], picks), 1)
+    return counts[:, np.repeat(np.arange(len(side)), [len(group) for group in side])]
 
 
 def _weighted(values: Values, weights: NDArray[np.int64], rank: float) -> Values:
@@ -156,23 +188,24 @@ def _weighted(values: Values, weights: NDArray[np.int64], rank: float) -> Values
     return np.where(total > 0, values[kept][np.minimum(index, len(kept) - 1)], np.nan)
 
 
-def _sums(sides: Sequence[Sequence[Answer]], limit: Limit) -> dict[str, tuple[Values, Values]]:
+def _sums(groups: Sequence[Sequence[Answer]], limit: Limit, busy: bool) -> dict[str, tuple[Values, Values]]:
     """Numerator and denominator of each ratio, by group."""
-    wall = [max(answer.ended for answer in side) - min(answer.asked for answer in side) for side in sides]
 
     def per_group(of: Callable[[Answer], float]) -> Values:
-        return np.array([float(sum(of(answer) for answer in side)) for side in sides])
+        return np.array([float(sum(of(answer) for answer in group)) for group in groups])
 
     def good(answer: Answer) -> float:
         slow = itl(answer) > limit.itl_s  # False for NaN: one piece has no gap
         return float(not answer.error and ttft(answer) <= limit.ttft_s and not slow)
 
-    seconds = np.array(wall)
+    wall = [max(answer.ended for answer in group) - min(answer.asked for answer in group) for group in groups]
+    seconds = per_group(latency) if busy else np.array(wall)
     return {
         "tokens_per_s": (per_group(lambda answer: answer.completion_tokens), seconds),
         "goodput": (per_group(good), seconds),
         "hit_rate": (per_group(lambda answer: answer.cached_tokens), per_group(lambda answer: answer.prompt_tokens)),
         "accepted": (per_group(lambda answer: answer.accepted_tokens), per_group(lambda answer: answer.drafted_tokens)),
+        "errors": (per_group(lambda answer: float(bool(answer.error))), per_group(lambda answer: 1.0)),
     }
 
 

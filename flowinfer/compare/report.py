@@ -7,7 +7,7 @@ from html import escape
 
 from flowinfer.compare import plots
 from flowinfer.compare.answers import Difference
-from flowinfer.compare.comparison import Comparison
+from flowinfer.compare.comparison import Comparison, Setup
 from flowinfer.compare.figures import Figure
 from flowinfer.compare.verdict import about_answers, change, sentence, value
 
@@ -59,6 +59,8 @@ def _body(comparison: Comparison) -> Iterator[str]:
 
 def _how(comparison: Comparison) -> str:
     setup = comparison.setup
+    if setup.kind != "compare":
+        return _how_observed(setup)
     where = "as services of their own, over HTTP" if setup.real else "in one process"
     return (
         f"{setup.num_requests} requests ({setup.requests}), {setup.rounds} times, {setup.in_flight} at a time, "
@@ -66,6 +68,19 @@ def _how(comparison: Comparison) -> str:
         f"{setup.limit.ttft_s * 1e3:g} ms and each further one within {setup.limit.itl_s * 1e3:g} ms. "
         f"Intervals: paired bootstrap, {setup.resamples} resamples, {setup.confidence:.0%}. "
         f"{setup.machine}; FlowInfer {setup.version}, {setup.when}."
+    )
+
+
+def _how_observed(setup: Setup) -> str:
+    how = "answered by arm B" if setup.kind == "split" else "copied to arm B, each compared with its copy"
+    end = f"{setup.note}. " if setup.note else ""
+    drawn = "by sessions, each arm by itself" if setup.kind == "split" else "by sessions, in pairs"
+    return (
+        f"{setup.num_requests} requests of {setup.requests}, of which {setup.share:.0%} of the sessions were {how}. "
+        f"Rates are for a second in which a request was open. Goodput counts requests whose first token came within "
+        f"{setup.limit.ttft_s * 1e3:g} ms and each further one within {setup.limit.itl_s * 1e3:g} ms. "
+        f"Intervals: bootstrap {drawn}, {setup.resamples} resamples, {setup.confidence:.0%}. {end}"
+        f"{setup.machine}; FlowInfer {setup.version}, begun {setup.when}."
     )
 
 
@@ -80,7 +95,8 @@ def _table(figures: list[Figure]) -> str:
 
 def _pairs(differences: list[Difference]) -> Iterator[str]:
     """Each request once: other rounds of it read the same or nearly so."""
-    seen = list({difference.request: difference for difference in reversed(differences)}.values())[::-1]
+    readable = [difference for difference in differences if difference.a or difference.b]
+    seen = list({difference.request: difference for difference in reversed(readable)}.values())[::-1]
     for difference in seen[:SHOWN_PAIRS]:
         yield f"<p class=sub>Request {escape(difference.request)}: first at {difference.unit} {difference.at}</p>"
         texts = "".join(f"<div>{_marked(text, difference.shared)}</div>" for text in (difference.a, difference.b))

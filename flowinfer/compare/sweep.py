@@ -100,7 +100,7 @@ def run_cell(arm: Arm, asks: Sequence[Ask], rounds: int, in_flight: int) -> list
 
 def finished(key: str, sets: dict[str, str], groups: Sequence[Group], limit: Limit) -> Cell:
     """The cell of what was measured."""
-    found = figures(groups, limit, (None, None))
+    found = figures(groups, limit)
     answers: list[Answer] = [answer for group in groups for answer in group.a]
     failed = compare_answers(groups).failed_a
     return Cell(key, sets, {figure.name: figure.a for figure in found}, [a.text for a in answers], failed)

@@ -16,6 +16,8 @@ _WORDS = {  # when B is better, when B is worse
     "goodput": ("more", "fewer"),
     "hit": ("more", "fewer"),
     "accepted": ("more", "fewer"),
+    "errors": ("fewer", "more"),
+    "memory": ("less", "more"),
 }
 
 
@@ -38,6 +40,8 @@ def _speed(figure: Figure) -> str:
 
 def about_answers(answers: Answers) -> str:
     """What is to be said about the answers, without a full stop."""
+    if not answers.num_pairs:
+        return "each arm answered other requests"
     failed = f"; failed: {len(answers.failed_a)} of A, {len(answers.failed_b)} of B"
     tail = failed if answers.failed_a or answers.failed_b else ""
     if not answers.differences:

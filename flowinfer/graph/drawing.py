@@ -13,10 +13,9 @@ from flowinfer.graph.plan import API
 def draw(graph: Graph, form: str) -> str:
     """The graph as `svg`, `mermaid` or `dot`, with both arms of an experiment. It must have been checked."""
     if graph.twin is not None:
-        from flowinfer.graph.arms import drawn
-        from flowinfer.graph.planner import plan_of
+        from flowinfer.graph.planner import joined
 
-        graph = drawn(plan_of(graph), graph, graph.twin)
+        graph = joined(graph)
     if form == "svg":
         from flowinfer.graph.svg import to_svg
 

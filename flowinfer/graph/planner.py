@@ -50,6 +50,15 @@ def plan_of(graph: Graph) -> Plan:
     return _plan(graph)
 
 
+def joined(graph: Graph) -> Graph:
+    """The graph with both arms of its experiment, if it has one, to be shown."""
+    if graph.twin is None:
+        return graph
+    from flowinfer.graph.arms import drawn
+
+    return drawn(plan_of(graph), graph, graph.twin)
+
+
 def _plan(graph: Graph) -> Plan:
     """The plan of a graph, or of one arm."""
     document, flow = graph.document, FacetFlow(graph)

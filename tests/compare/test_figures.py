@@ -33,7 +33,7 @@ def groups(factor: float, num: int = 60, seed: int = 3) -> list[Group]:
         load, jitter = noise.lognormal(0, 0.3), noise.lognormal(0, 0.02, 2)
         sides = [answer(0.1 * load * jitter[0], 0.01 * load * jitter[0])]
         sides += [answer(0.1 * load * jitter[1] * factor, 0.01 * load * jitter[1] * factor)]
-        made.append(Group(number, [ASK], sides[:1], sides[1:]))
+        made.append(Group(number, [ASK], sides[:1], sides[1:], (100 + number % 5, round((100 + number % 5) * 1.2))))
     return made
 
 
@@ -42,7 +42,7 @@ def by_name(found: list[Figure]) -> dict[str, Figure]:
 
 
 def test_a_change_is_found_and_its_interval_holds_the_truth() -> None:
-    found = by_name(figures(groups(0.88), Limit(), (100, 120)))
+    found = by_name(figures(groups(0.88), Limit()))
     figure = found["latency_p50"]
     assert figure.low is not None and figure.high is not None
     assert figure.low <= -0.12 <= figure.high
@@ -52,18 +52,18 @@ def test_a_change_is_found_and_its_interval_holds_the_truth() -> None:
 
 def test_of_equal_sides_few_are_told_apart() -> None:
     """At 95 % one in twenty may be; of forty seeds at most six."""
-    told = sum(by_name(figures(groups(1.0, seed=s), Limit(), (1, 1)))["latency_p50"].told_apart for s in range(40))
+    told = sum(by_name(figures(groups(1.0, seed=s), Limit()))["latency_p50"].told_apart for s in range(40))
     assert told <= 6
 
 
 def test_the_same_seed_gives_the_same_interval() -> None:
-    assert figures(groups(0.9), Limit(), (1, 1), seed=1) == figures(groups(0.9), Limit(), (1, 1), seed=1)
-    assert figures(groups(0.9), Limit(), (1, 1), seed=1) != figures(groups(0.9), Limit(), (1, 1), seed=2)
+    assert figures(groups(0.9), Limit(), seed=1) == figures(groups(0.9), Limit(), seed=1)
+    assert figures(groups(0.9), Limit(), seed=1) != figures(groups(0.9), Limit(), seed=2)
 
 
 def test_goodput_counts_requests_within_the_limit() -> None:
     pair = Group(0, [ASK, ASK], [answer(0.1, 0.01), answer(0.1, 0.01)], [answer(0.1, 0.01), answer(2.0, 0.01)])
-    found = by_name(figures([pair], Limit(ttft_s=1.0, itl_s=0.1), (1, 1)))["goodput"]
+    found = by_name(figures([pair], Limit(ttft_s=1.0, itl_s=0.1)))["goodput"]
     assert found.a == pytest.approx(2 / 0.19)
     assert found.b == pytest.approx(1 / 2.09)
 
@@ -75,13 +75,13 @@ def test_shares_are_compared_in_points() -> None:
             0, [ASK], [answer(0.1, 0.01, accepted_tokens=4, **drafts)], [answer(0.1, 0.01, accepted_tokens=6, **drafts)]
         )
     ] * 5
-    figure = by_name(figures(pair, Limit(), (1, 1)))["accepted"]
+    figure = by_name(figures(pair, Limit()))["accepted"]
     assert (figure.a, figure.b, figure.change) == (0.4, 0.6, pytest.approx(0.2))
     assert figure.better == "B"
 
 
 def test_what_nobody_measured_has_no_figure() -> None:
-    figure = by_name(figures(groups(1.0, 5), Limit(), (1, 1)))["accepted"]
+    figure = by_name(figures(groups(1.0, 5), Limit()))["accepted"]
     assert (figure.a, figure.b, figure.change, figure.low) == (None, None, None, None)
 
 
@@ -99,7 +99,7 @@ def test_a_prefix_differs_where_it_ends() -> None:
 
 
 def test_the_headline_says_how_much_and_how_sure() -> None:
-    found = figures(groups(0.88), Limit(), (1, 1))
+    found = figures(groups(0.88), Limit())
     sentence = headline(found, compare_answers(groups(0.88)))
     assert re.fullmatch(
         r"B is 1[0-4] % faster at p50, 95 % interval \d+ to 1\d; all 60 answers are the same\.", sentence
@@ -121,7 +121,7 @@ def test_the_headline_says_how_much_and_how_sure() -> None:
 )
 def test_requirements(text: str, met: bool) -> None:
     (clause,) = parse(text)
-    problem = clause.problem(figures(groups(0.88), Limit(), (100, 120)), Answers(1, [], [], []))
+    problem = clause.problem(figures(groups(0.88), Limit()), Answers(1, [], [], []))
     assert (problem == "") is met, problem
     assert met or text in problem
 

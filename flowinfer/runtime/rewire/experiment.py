@@ -26,7 +26,7 @@ def open_arm(controller: Controller) -> None:
 
 
 def close_arm(controller: Controller, new: Plan, limit_s: float) -> None:
-    """Empties arm B if `new` has another or none: it gets nothing more, what is open ends, and fails at the deadline."""
+    """Empties arm B if `new` has another or none: nothing more comes, what is open ends or fails at the deadline."""
     supervisor = controller.supervisor
     running = supervisor.plan.experiment
     if running is None or (new.experiment is not None and new.experiment.digest == running.digest):
