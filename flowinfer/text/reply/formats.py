@@ -13,7 +13,7 @@ THINK = "think"
 THINK_OPEN, THINK_CLOSE = "<think>", "</think>"
 ToolParser = Literal[
     "auto", "none", "hermes", "qwen3-coder", "llama3-json", "mistral", "mistral-args",
-    "deepseek-v3", "deepseek-v3.1", "deepseek-v4", "deepseek-v4.1", "glm", "harmony",
+    "deepseek-v3", "deepseek-v3.1", "deepseek-v3.2", "deepseek-v4", "deepseek-v4.1", "glm", "harmony",
 ]  # fmt: skip
 ReasoningParser = Literal["auto", "none", "think", "harmony"]
 
@@ -27,9 +27,10 @@ class JsonObjects:
 
 @dataclass(frozen=True)
 class NamedJson:
-    """The name, `name_end`, and the arguments as a JSON object."""
+    """The name, `name_end`, and the arguments as a JSON object. bare: name_end may be missing before the object."""
 
     name_end: str
+    bare: bool = False
 
 
 @dataclass(frozen=True)
@@ -130,6 +131,7 @@ def _dsml(calls: str, tag: str) -> ToolFormat:
 
 # In the order in which templates are asked for their signs: the more particular first.
 TOOL_FORMATS: dict[str, ToolFormat] = {
+    "deepseek-v3.2": _dsml("function_calls", ""),
     "deepseek-v4": _dsml("tool_calls", ""),
     "deepseek-v4.1": _dsml(" calls", " "),
     "deepseek-v3": ToolFormat(
@@ -205,7 +207,7 @@ TOOL_FORMATS: dict[str, ToolFormat] = {
     "mistral-args": ToolFormat(
         signs=(("[TOOL_CALLS]", "[ARGS]"),),
         open="[TOOL_CALLS]",
-        syntax=NamedJson(name_end="[ARGS]"),
+        syntax=NamedJson(name_end="[ARGS]", bare=True),
         written=Written(before="[TOOL_CALLS]", head="{name}[ARGS]", tail="", between="[TOOL_CALLS]"),
     ),
     "mistral": ToolFormat(

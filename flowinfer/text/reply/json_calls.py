@@ -8,6 +8,7 @@ from typing import Any
 
 from flowinfer.text.reply.cursor import JsonScan, find_marker
 from flowinfer.text.reply.delta import Delta
+from flowinfer.text.reply.formats import NamedJson
 from flowinfer.text.reply.syntax import MAX_NAME, NotACall
 
 # The order in which all models write it; with another, or with more keys, the object is read as a whole.
@@ -80,9 +81,9 @@ class JsonCall:
 class NamedCall:
     """The name, a marker, {…}."""
 
-    def __init__(self, name_end: str) -> None:
+    def __init__(self, syntax: NamedJson) -> None:
         self.unread = ""
-        self._name_end = name_end
+        self._ends = (syntax.name_end, "{") if syntax.bare else (syntax.name_end,)
         self._arguments: JsonScan | None = None
 
     def read(self, text: str, delta: Delta) -> str | None:
@@ -100,7 +101,8 @@ class NamedCall:
 
     def _open(self, delta: Delta) -> str:
         """Text from the arguments on, once they begin."""
-        name, marker, rest = find_marker(self.unread, (self._name_end,))
+        name, marker, rest = find_marker(self.unread, self._ends)
+        rest = marker + rest if marker == "{" else rest
         if len(name) > MAX_NAME or "\n" in name.strip():
             raise NotACall
         body = rest.lstrip()

@@ -165,7 +165,7 @@ class Parser:
         if isinstance(syntax, JsonObjects):
             return JsonCall()
         if isinstance(syntax, NamedJson):
-            return NamedCall(syntax.name_end)
+            return NamedCall(syntax)
         return TaggedCall(syntax, self._strings)
 
     def _say(self, text: str) -> None:

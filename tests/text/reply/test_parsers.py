@@ -34,6 +34,10 @@ ANSWERS: dict[str, str] = {
     "deepseek-v3": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n```json\n"
     '{"city": "Paris \\"}{", "n": [1, {"a": "]"}]}\n```<｜tool▁call▁end｜>\n'
     "<｜tool▁call▁begin｜>function<｜tool▁sep｜>g\n```json\n{}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+    "deepseek-v3.2": f'<{D}function_calls>\n<{D}invoke name="f">\n'
+    f'<{D}parameter name="city" string="true">Paris "}}{{</{D}parameter>\n'
+    f'<{D}parameter name="n" string="false">[1, {{"a": "]"}}]</{D}parameter>\n</{D}invoke>\n'
+    f'<{D}invoke name="g">\n</{D}invoke>\n</{D}function_calls>',
     "deepseek-v4": f'<{D}tool_calls>\n<{D}invoke name="f">\n'
     f'<{D}parameter name="city" string="true">Paris "}}{{</{D}parameter>\n'
     f'<{D}parameter name="n" string="false">[1, {{"a": "]"}}]</{D}parameter>\n</{D}invoke>\n'
