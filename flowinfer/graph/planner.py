@@ -119,8 +119,18 @@ def _extras(document: Document) -> dict[str, Any]:
         "cors": list(serve.cors),
         "tls_cert": _file(document, serve.tls.cert, "cert") if serve.tls else "",
         "tls_key": _file(document, serve.tls.key, "key") if serve.tls else "",
+        **_state(document),
     }
     return {name: value for name, value in found.items() if value}
+
+
+def _state(document: Document) -> dict[str, Any]:
+    state = document.sections.serve.state
+    found: dict[str, Any] = {f"state_{name}": format_duration(getattr(state, name)) for name in ("responses", "files")}
+    if not state.path:
+        return found
+    base = document.base(document.value_mark("serve", "state", "path"))
+    return found | {"state_path": str((base / Path(state.path).expanduser()).resolve())}
 
 
 def _file(document: Document, path: str, key: str) -> str:

@@ -23,15 +23,22 @@ from flowinfer.serve import openapi
 from flowinfer.serve.access import KEYS_VARIABLE, Access, tenant_salt
 from flowinfer.serve.anthropic.messages import Conversation, MessageRequest, message_job, render
 from flowinfer.serve.asgi import Disconnected, Headers, Receive, Scope, Send, header, read_body, respond, respond_error
+from flowinfer.serve.batches import Batches
 from flowinfer.serve.endpoint import Answer
+from flowinfer.serve.files import FileStore
 from flowinfer.serve.files_api import FilesApi
 from flowinfer.serve.mailbox import Mailbox
 from flowinfer.serve.openai.chat import ChatRequest, chat_job
 from flowinfer.serve.openai.completions import CompletionRequest, completion_job
 from flowinfer.serve.openai.decode import decode
 from flowinfer.serve.openai.encode import encode
+from flowinfer.serve.openai.fields import unsupported
 from flowinfer.serve.openai.job import Job, Limits
+from flowinfer.serve.openai.response_input import messages_of
+from flowinfer.serve.openai.response_store import ResponseStore
+from flowinfer.serve.openai.responses import ResponsesRequest, response_job
 from flowinfer.serve.responses_api import ResponsesApi
+from flowinfer.serve.state import State
 from flowinfer.serve.tokens import DetokenizeRequest, TokenizeRequest, Tokens, load_for
 
 if TYPE_CHECKING:
@@ -62,6 +69,8 @@ class App:
         self.access = Access.of(config.keys, os.environ.get(KEYS_VARIABLE, ""), **limits)
         self._tokens = Tokens(lambda: load_for(config.models, config.chat))
         self._started = int(time.time())
+        self._state = State(config.state_path)
+        self._batches: Batches | None = None
         self._router = Router(self._routes(), redirect_slashes=False, default=_unknown_path)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -103,6 +112,15 @@ class App:
         self.access.enter(client, time.monotonic())
         return client
 
+    def resume(self) -> None:
+        """Goes on with what a predecessor of the same state left; to be called in the HTTP loop."""
+        if self._batches is not None:
+            self._batches.resume()
+
+    def close(self) -> None:
+        """Lets go of the state; nothing may be asked any more."""
+        self._state.close()
+
     @property
     def guarded(self) -> bool:
         """Whether requests need a key."""
@@ -127,13 +145,19 @@ class App:
         ]
         if "openai" in self._gateway.config.apis:
             config = self._gateway.config
-            responses = ResponsesApi(self._limits, config.max_body, self._answer, _json, _client.get)
+            store = ResponseStore(self._state, config.state_responses)
+            answered = (self._limits, config.max_body, self._answer, _json, _client.get)
+            responses = ResponsesApi(*answered, store, config.keepalive)
+            files = FileStore(self._state, config.state_files)
+            self._batches = Batches(self._state, files, self._limits, self._answer, _client.set)
             routes += [
                 Route("/v1/chat/completions", _Endpoint(self._chat), methods=["POST"]),
                 Route("/v1/completions", _Endpoint(self._completions), methods=["POST"]),
-                *FilesApi(self._limits, config.max_body, self._answer, _json, _client.get).routes(_Endpoint),
+                *FilesApi(files, self._batches, config.max_body, _json, _client.get).routes(_Endpoint),
                 Route("/v1/responses", _Endpoint(responses.create), methods=["POST"]),
+                Route("/v1/responses/input_tokens", _Endpoint(self._count_input), methods=["POST"]),
                 Route("/v1/responses/{id}", _Endpoint(responses.retrieve), methods=["GET"]),
+                Route("/v1/responses/{id}/input_items", _Endpoint(responses.input_items), methods=["GET"]),
                 Route("/v1/responses/{id}", _Endpoint(responses.delete), methods=["DELETE"]),
                 Route("/v1/responses/{id}/cancel", _Endpoint(responses.cancel), methods=["POST"]),
                 Route("/v1/models", _Endpoint(self._models), methods=["GET"]),
@@ -168,6 +192,15 @@ class App:
         chat = render(decode(Conversation, body), self._limits)
         count = await self._tokens.count(chat.messages, chat.tools, chat.template_args)
         await _json(send, {"input_tokens": count}, [*headers, (b"request-id", scope["request_id"])])
+
+    async def _count_input(self, scope: Scope, receive: Receive, send: Send, headers: Headers) -> None:
+        request = decode(ResponsesRequest, await read_body(scope, receive, self._gateway.config.max_body))
+        if request.previous_response_id is not None:
+            raise unsupported("previous_response_id")
+        job = response_job(request, "", self._limits, messages_of(request.input), lambda response: None)
+        (call,) = job.calls
+        count = await self._tokens.count(call.messages or [], call.tools, call.template_args)
+        await _json(send, {"object": "response.input_tokens", "input_tokens": count}, headers)
 
     def _answer(self, job: Job, receive: Receive, send: Send, headers: Headers) -> Awaitable[None]:
         config = self._gateway.config

@@ -75,6 +75,9 @@ class GatewayConfig(StageConfig):
     cors: tuple[str, ...] = ()
     tls_cert: str = ""
     tls_key: str = ""
+    state_path: str = ""  # of responses, files and batches; none: they end with the process
+    state_responses: Duration = 24 * 3600.0
+    state_files: Duration = 30 * 24 * 3600.0
     experiment: ExperimentConfig | None = setting(None, change="live")
 
     @classmethod

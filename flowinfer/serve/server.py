@@ -43,7 +43,8 @@ class HttpServer:
         self._error: Exception | None = None
         app = App(gateway, self.sink)
         self._guarded = app.guarded
-        self._server = _Uvicorn(_config(app, gateway), self._started.set)
+        self._app = app
+        self._server = _Uvicorn(_config(app, gateway), self._on_started)
         self._thread = threading.Thread(target=self._run, name="flowinfer-http", daemon=True)
 
     def start(self) -> None:
@@ -86,7 +87,21 @@ class HttpServer:
             log.exception("the HTTP server broke")
         finally:
             self._started.set()
+            self._loop.run_until_complete(_end_tasks())
             self._loop.close()
+            self._app.close()
+
+    def _on_started(self) -> None:
+        self._app.resume()
+        self._started.set()
+
+
+async def _end_tasks() -> None:
+    """Ends what runs in the background: batches, responses. What is durable of them, the next service goes on with."""
+    tasks = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 class _Uvicorn(uvicorn.Server):

@@ -68,6 +68,17 @@ class Sampling(Section):
     """Makes equal requests give equal answers; without it, each gets a seed of its own."""
 
 
+class State(Section):
+    """What is kept for clients: stored responses, files and batches."""
+
+    path: str = ""
+    """Folder that outlives the service, which goes on with what lies there. Without it, they end with the service."""
+    responses: Duration = 24 * 3600.0
+    """How long a stored response is kept."""
+    files: Duration = 30 * 24 * 3600.0
+    """How long a file is kept that names no time of its own."""
+
+
 class Serve(Section):
     """The HTTP front."""
 
@@ -100,6 +111,8 @@ class Serve(Section):
     """Origins whose web pages may ask, as in https://chat.example.org; "*" for all."""
     tls: Tls | None = None
     """Serves HTTPS."""
+    state: State = State()
+    """Where stored responses, files and batches are kept, and for how long."""
 
 
 class Worker(Section):

@@ -284,7 +284,7 @@ IMAGE = {"type": "image", "source": {"type": "url", "url": "http://x"}}
         ({"messages": []}, "messages"),
         ({"messages": [{"role": "user", "content": [IMAGE]}]}, "messages[0].content[0].type"),
         ({"messages": [{"role": "robot", "content": "a"}]}, "messages[0].role"),
-        ({"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}, "assistant"),
+        ({"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b "}]}, "assistant"),
         ({"messages": [{"role": "user", "content": [{"type": "text", "text": "a", "x": 1}]}]}, "content[0].x"),
         ({"messages": [{"role": "user", "content": [{"type": "tool_result"}]}]}, "content[0].tool_use_id"),
         ({"max_tokens": 0}, "max_tokens"),

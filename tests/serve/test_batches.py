@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
 import openai
 import pytest
 
+from flowinfer.errors import RequestError
 from flowinfer.message import Call, Finish, Piece
 from flowinfer.serve.access import digest_of
+from flowinfer.serve.batch_store import BatchStore
+from flowinfer.serve.batches import Batches
+from flowinfer.serve.files import FileStore
+from flowinfer.serve.openai.job import Limits
+from flowinfer.serve.state import State
 
 CHAT = "/v1/chat/completions"
 
@@ -33,7 +41,7 @@ def upload(client: openai.OpenAI, *lines: bytes) -> str:
 
 def ended(client: openai.OpenAI, id: str) -> Any:
     deadline = time.monotonic() + 20
-    while (batch := client.batches.retrieve(id)).status not in ("completed", "failed", "cancelled"):
+    while (batch := client.batches.retrieve(id)).status not in ("completed", "failed", "cancelled", "expired"):
         assert time.monotonic() < deadline
         time.sleep(0.02)
     return batch
@@ -95,6 +103,128 @@ def test_a_cancel_stops_the_work_and_keeps_what_is_done(start: Any) -> None:
         assert service.ctx.news.wait_for(lambda: any(second.id in getattr(e, "ids", ()) for e in service.ctx.sent), 10)
     with pytest.raises(openai.ConflictError):
         client.batches.cancel(made.id)
+
+
+def test_a_restart_goes_on_with_a_batch_and_asks_nothing_twice(start: Any, tmp_path: Path) -> None:
+    before = start(None, state_path=str(tmp_path))
+    client = before.client()
+    file = upload(client, *[line(f"r{n}", f"text {n}") for n in range(5)], b"{nonsense\n")
+    made = client.batches.create(input_file_id=file, endpoint=CHAT, completion_window="24h")
+    for _ in range(2):
+        call = before.next_call()
+        before.say(call.id, "before", finish="stop")
+    while client.batches.retrieve(made.id).request_counts.completed < 2:
+        time.sleep(0.01)
+    client.files.delete(file)  # the batch has its own copy
+    before.close()
+    seen: list[Call] = []
+    client = start(lambda call: [seen.append(call)] and list(echo(call)), state_path=str(tmp_path)).client()
+    batch = ended(client, made.id)
+    assert (batch.status, batch.request_counts.to_dict()) == ("completed", {"total": 6, "completed": 5, "failed": 1})
+    answers = rows(client, batch.output_file_id)
+    texts = [row["response"]["body"]["choices"][0]["message"]["content"] for row in answers.values()]
+    assert sorted(answers) == [f"r{n}" for n in range(5)]
+    assert texts.count("before") == 2
+    assert len(seen) == 3
+    assert not list(tmp_path.glob("files/*.input"))
+
+
+def test_a_restart_keeps_files_and_sweeps_up_half_of_one(start: Any, tmp_path: Path) -> None:
+    before = start(None, state_path=str(tmp_path))
+    id = upload(before.client(), line("a", "1"))
+    before.close()
+    (tmp_path / "files" / "file-half").write_bytes(b"half")
+    client = start(None, state_path=str(tmp_path)).client()
+    assert client.files.content(id).content == line("a", "1")
+    assert [path.name for path in (tmp_path / "files").iterdir()] == [id]
+
+
+def test_a_batch_that_was_being_cancelled_ends_cancelled_after_a_restart(tmp_path: Path) -> None:
+    state = State(str(tmp_path))
+    store, files = BatchStore(state), FileStore(state)
+    card = {"id": "batch_1", "status": "cancelling", "expires_at": time.time() + 60, "output_expires_after": None}
+    store.add("", card, time.time() + 60)
+    batches = Batches(state, files, Limits((), 8, 16, tools=False), never, lambda tenant: None)
+
+    async def go_on() -> None:
+        batches.resume()
+        while batches.get("", "batch_1")["status"] == "cancelling":
+            await asyncio.sleep(0)
+
+    asyncio.run(asyncio.wait_for(go_on(), 10))
+    assert batches.get("", "batch_1")["status"] == "cancelled"
+    assert not store.unfinished()
+
+
+async def never(*_: Any) -> None:
+    raise AssertionError("nothing is asked")
+
+
+def test_a_batch_whose_window_is_over_expires_with_what_it_has(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("flowinfer.serve.batches.WINDOW_S", 1)
+    service = start()
+    client = service.client()
+    made = client.batches.create(
+        input_file_id=upload(client, line("a", "1"), line("b", "2")), endpoint=CHAT, completion_window="24h"
+    )
+    service.say(service.next_call().id, "done", finish="stop")
+    batch = ended(client, made.id)
+    assert (batch.status, batch.request_counts.completed) == ("expired", 1)
+    assert list(rows(client, batch.output_file_id)) == ["a"]
+
+
+def test_files_expire(tmp_path: Path) -> None:
+    store = FileStore(State(str(tmp_path)), ttl_s=10)
+    ids = []
+    for ttl_s in (None, 20):
+        id, path = store.new_path()
+        path.write_bytes(b"x")
+        store.add("", id, "x", "batch", 0.0, ttl_s)
+        ids.append(id)
+    assert [file.id for file in store.list("", 15.0)] == ids[1:]
+    with pytest.raises(RequestError):
+        store.get("", ids[0], 15.0)
+    store.expire(15.0)
+    assert [path.name for path in (tmp_path / "files").iterdir()] == ids[1:]
+
+
+def test_a_file_says_how_long_it_is_to_be_kept(start: Any) -> None:
+    client = start(echo).client()
+    after: Any = {"anchor": "created_at", "seconds": 3600}
+    file = client.files.create(file=("in.jsonl", line("a", "1")), purpose="batch", expires_after=after)
+    assert file.expires_at is not None
+    assert file.expires_at - file.created_at == 3600
+    made = client.batches.create(
+        input_file_id=file.id, endpoint=CHAT, completion_window="24h", output_expires_after={**after, "seconds": 7200}
+    )
+    output = client.files.retrieve(ended(client, made.id).output_file_id or "")
+    assert output.expires_at is not None
+    assert output.expires_at - output.created_at == 7200
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.files.create(file=("in.jsonl", b"x"), purpose="batch", expires_after={**after, "seconds": 5})
+    assert caught.value.param == "expires_after.seconds"
+
+
+def test_a_batch_without_lines_fails_and_a_repeated_id_is_an_error_of_its_line(start: Any) -> None:
+    client = start(echo).client()
+    empty = client.batches.create(input_file_id=upload(client, b"\n\n"), endpoint=CHAT, completion_window="24h")
+    batch = ended(client, empty.id)
+    assert (batch.status, batch.errors.data[0].code) == ("failed", "empty_file")
+    twice = upload(client, line("a", "1"), line("a", "2"))
+    batch = ended(client, client.batches.create(input_file_id=twice, endpoint=CHAT, completion_window="24h").id)
+    assert batch.request_counts.to_dict() == {"total": 2, "completed": 1, "failed": 1}
+    assert "line 1" in client.files.content(batch.error_file_id).text
+
+
+def test_lists_go_by_pages_in_both_orders(start: Any) -> None:
+    client = start(echo).client()
+    ids = [upload(client, line("a", str(n))) for n in range(3)]
+    assert [file.id for file in client.files.list(order="asc", limit=2)] == ids
+    assert not client.files.list(purpose="fine-tune").data
+    for query in ({"limit": "0"}, {"order": "up"}, {"after": "nothing"}, {"colour": "red"}):
+        with pytest.raises(openai.BadRequestError) as caught:
+            client.files.list(extra_query=query)
+        assert caught.value.param in query
 
 
 def test_files_are_listed_fetched_and_deleted(start: Any) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import inspect
 import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -11,11 +13,12 @@ import openai
 import pytest
 from openai.resources.responses import Responses
 
-from flowinfer.errors import RequestError
-from flowinfer.message import Call, CallPart, Failure, Finish, Piece
+from flowinfer.errors import FlowInferError, RequestError
+from flowinfer.message import Call, CallPart, Cancel, Failure, Finish, Piece, TextLogprob
 from flowinfer.serve.access import digest_of
 from flowinfer.serve.openai.response_store import ResponseStore
 from flowinfer.serve.openai.responses import ResponsesRequest
+from flowinfer.serve.state import State
 
 TOOL: Any = {"type": "function", "name": "look", "parameters": {"type": "object"}, "strict": False}
 
@@ -159,14 +162,15 @@ def test_an_answer_that_is_cut_is_incomplete(start: Any) -> None:
         ({"colour": 1}, "colour"),
         ({"conversation": "c"}, "conversation"),
         ({"truncation": "auto"}, "truncation"),
-        ({"top_logprobs": 2}, "top_logprobs"),
+        ({"top_logprobs": 21}, "top_logprobs"),
+        ({"include": ["file_search_call.results"]}, "include[0]"),
+        ({"stream_options": {"include_obfuscation": True}}, "stream_options"),
         ({"max_output_tokens": 0}, "max_output_tokens"),
         ({"temperature": 9}, "temperature"),
         ({"text": {"format": {"type": "xml"}}}, "text.format.type"),
         ({"text": {"format": {"type": "json_schema"}}}, "text.format.schema"),
         ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
         ({"reasoning": {"summary": "auto"}}, "reasoning.summary"),
-        ({"background": True, "stream": True}, "stream"),
         ({"background": True, "store": False}, "store"),
         ({"input": [{"type": "computer_call"}]}, "input[0].type"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0].type"),
@@ -214,12 +218,139 @@ def test_no_tenant_sees_anothers_responses(start: Any) -> None:
 
 
 def test_what_is_stored_expires_and_makes_room() -> None:
-    store = ResponseStore(ttl_s=10, capacity=405)
-    store.put("", {"id": "a"}, [], 0.0)
-    store.put("", {"id": "b"}, [], 5.0)
+    store = ResponseStore(State(), ttl_s=10, capacity=405)
+    store.put("", {"id": "a", "status": "completed"}, [], 0.0)
+    store.put("", {"id": "b", "status": "completed"}, [], 5.0)
     assert store.get("", "a", 9.0).response["id"] == "a"
     with pytest.raises(RequestError):
         store.get("", "a", 10.0)
     assert store.get("", "b", 10.0).response["id"] == "b"
-    store.put("", {"id": "big", "x": "x" * 380}, [], 11.0)
+    store.put("", {"id": "big", "status": "completed", "x": "x" * 340}, [], 11.0)
     assert len(store) == 1
+
+
+def test_the_items_that_led_to_a_response_are_listed(start: Any) -> None:
+    client = start(pieces, tools=True).client()
+    first = client.responses.create(model="tiny", input="hi", tools=[TOOL])
+    result: Any = {"type": "function_call_output", "call_id": "c0", "output": "42"}
+    second = client.responses.create(model="tiny", input=[result], previous_response_id=first.id, tools=[TOOL])
+    items = list(client.responses.input_items.list(second.id, order="asc", limit=2))  # by pages
+    kinds = ["message", "reasoning", "message", "function_call", "function_call", "function_call_output"]
+    assert [item.type for item in items] == kinds
+    assert items[0].content[0].text == "hi"  # type: ignore[union-attr]
+    assert len({item.id for item in items}) == 6
+    latest = client.responses.input_items.list(second.id, limit=1)
+    assert (latest.data[0].type, latest.has_more) == ("function_call_output", True)
+    again: Any = [item.to_dict() for item in items]
+    assert client.responses.create(model="tiny", input=again, tools=[TOOL]).status == "completed"
+
+
+def said(logprob: float) -> list[TextLogprob]:
+    return [TextLogprob("Hi", logprob, b"Hi", [("Hi", logprob, b"Hi"), ("Yo", -2.0, b"Yo")])]
+
+
+@pytest.mark.parametrize("fields", [{"top_logprobs": 1}, {"include": ["message.output_text.logprobs"]}])
+def test_log_probabilities_go_with_the_text(start: Any, fields: dict[str, Any]) -> None:
+    def answer(call: Call) -> Any:
+        yield Piece(id=call.id, text="Hi", logprobs=said(-0.5))
+        yield Piece(id=call.id, text="Hi", logprobs=said(-0.25), finish=Finish(reason="stop"))
+
+    client = start(answer).client()
+    whole = client.responses.create(model="tiny", input="x", **fields).output[0].content[0].logprobs
+    events = list(client.responses.create(model="tiny", input="x", stream=True, **fields))
+    deltas = [event.logprobs[0].logprob for event in events if event.type == "response.output_text.delta"]
+    assert [entry.logprob for entry in whole] == deltas == [-0.5, -0.25]
+    assert [top.token for top in whole[0].top_logprobs] == ["Hi", "Yo"]
+    bare = client.responses.create(model="tiny", input="x")
+    assert bare.output[0].content[0].logprobs == []
+
+
+def test_deltas_are_padded_where_that_is_asked_for(start: Any) -> None:
+    client = start(pieces).client()
+    options: Any = {"include_obfuscation": True}
+    events = list(client.responses.create(model="tiny", input="x", stream=True, stream_options=options))
+    padded = [event.type for event in events if getattr(event, "obfuscation", None)]
+    assert padded == ["response.output_text.delta"] * 2
+
+
+def test_of_several_calls_the_first_is_told_where_one_is_asked_for(start: Any) -> None:
+    client = start(pieces, tools=True).client()
+    response = client.responses.create(model="tiny", input="hi", tools=[TOOL], parallel_tool_calls=False)
+    assert [item.call_id for item in response.output if item.type == "function_call"] == ["c0"]
+
+
+def test_a_stream_in_the_background_outlives_its_reader_and_is_read_from_any_event_on(service: Any) -> None:
+    client = service.client()
+    reader = client.responses.create(model="tiny", input="hi", background=True, stream=True)
+    events = iter(reader)
+    id = next(events).response.id  # is sent at once: nothing has been computed yet
+    call = service.next_call()
+    service.say(call.id, "one ")
+    while next(events).type != "response.output_text.delta":
+        pass
+    reader.close()  # and the work goes on
+    service.say(call.id, "two", finish="stop")
+    rest = list(client.responses.retrieve(id, stream=True, starting_after=1))
+    assert [event.sequence_number for event in rest] == list(range(2, 2 + len(rest)))
+    assert rest[-1].type == "response.completed"
+    assert rest[-1].response.output_text == "one two"
+    assert [event.type for event in client.responses.retrieve(id, stream=True, starting_after=1)] == [
+        event.type for event in rest
+    ]
+    assert client.responses.retrieve(id).status == "completed"
+
+
+def test_a_cancelled_stream_ends_with_an_error(service: Any) -> None:
+    client = service.client()
+    events = iter(client.responses.create(model="tiny", input="hi", background=True, stream=True))
+    id = next(events).response.id
+    call = service.next_call()
+    assert client.responses.cancel(id).status == "cancelled"
+    assert [event.type for event in events][-1] == "error"
+    service.wait_sent(Cancel, call.id)
+    assert [event.type for event in client.responses.retrieve(id, stream=True)][-1] == "error"
+
+
+def test_a_background_stream_that_is_not_let_in_fails(service: Any) -> None:
+    service.ctx.is_full = True
+    client = service.client()
+    events = list(client.responses.create(model="tiny", input="hi", background=True, stream=True))
+    assert [event.type for event in events] == ["response.created", "response.queued", "response.failed"]
+    assert client.responses.retrieve(events[0].response.id).status == "failed"
+
+
+def test_only_streams_in_the_background_are_read_again(start: Any) -> None:
+    client = start(pieces).client()
+    made = client.responses.create(model="tiny", input="hi")
+    with pytest.raises(openai.BadRequestError, match="background and stream"):
+        client.responses.retrieve(made.id, stream=True)
+
+
+def test_a_restart_keeps_responses_and_fails_what_it_cut(start: Any, tmp_path: Path) -> None:
+    before = start(None, state_path=str(tmp_path))
+    client = before.client()
+    cut = client.responses.create(model="tiny", input="hi", background=True)
+    before.next_call()
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(client.responses.create, model="tiny", input="Name a color.")
+        before.say(before.next_call().id, "Red.", finish="stop")
+        kept = asked.result()
+    before.close()
+    seen: list[Call] = []
+    client = start(lambda call: [seen.append(call)] and pieces(call), state_path=str(tmp_path)).client()
+    assert client.responses.retrieve(kept.id).output_text == "Red."
+    assert client.responses.retrieve(cut.id).status == "failed"
+    client.responses.create(model="tiny", input="Another.", previous_response_id=kept.id)
+    assert [message["content"] for message in seen[0].messages or []] == ["Name a color.", "Red.", "Another."]
+
+
+def test_two_services_cant_share_a_folder(start: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("flowinfer.serve.state.LOCK_WAIT_S", 0.0)
+    start(None, state_path=str(tmp_path))
+    with pytest.raises(FlowInferError, match="another service uses"):
+        start(None, state_path=str(tmp_path))
+
+
+def test_the_tokens_of_a_request_are_counted(start: Any) -> None:
+    with pytest.raises(openai.NotFoundError, match="tokenizer"):
+        start(pieces).client().responses.input_tokens.count(model="tiny", input="hi")

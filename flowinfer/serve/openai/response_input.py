@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import uuid
 from typing import Any
 
 from flowinfer.serve.openai.fields import invalid, unsupported
 
 Message = dict[str, Any]
 _TEXTS = ("input_text", "output_text", "text")
+_PREFIX = {"message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}  # of ids
 
 
 def messages_of(given: str | list[dict[str, Any]]) -> list[Message]:
@@ -21,9 +22,25 @@ def messages_of(given: str | list[dict[str, Any]]) -> list[Message]:
     return reader.messages
 
 
-def messages_of_output(items: Iterable[dict[str, Any]]) -> list[Message]:
-    """The messages that the output items of an earlier response stand for."""
-    return messages_of(list(items))
+def items_of(given: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The items of an input that `messages_of` takes, written out: each with its type and id, texts as parts."""
+    if isinstance(given, str):
+        given = [{"role": "user", "content": given}]
+    return [_item(item) for item in given]
+
+
+def _item(item: dict[str, Any]) -> dict[str, Any]:
+    kind = item.get("type", "message")
+    whole = {"type": kind, "id": f"{_PREFIX[kind]}_{uuid.uuid4().hex}", "status": "completed"}
+    if kind == "reasoning":
+        whole["summary"] = []
+    whole |= {key: value for key, value in item.items() if value is not None}
+    if kind == "message" and isinstance(whole["content"], str):
+        said = {"type": "input_text", "text": whole["content"]}
+        if whole["role"] == "assistant":
+            said |= {"type": "output_text", "annotations": [], "logprobs": []}
+        whole["content"] = [said]
+    return whole
 
 
 class _Reader:

@@ -7,34 +7,54 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from flowinfer.errors import RequestError
-from flowinfer.message import CallPart, Finish, Piece
-from flowinfer.serve.openai.encode import encode, finish_of, usage_of
+from flowinfer.message import CallPart, Finish, Piece, TextLogprob
+from flowinfer.serve.openai.encode import chat_logprobs, encode, finish_of, usage_of
+from flowinfer.serve.openai.stream import padding
 
 Item = dict[str, Any]
 
 
 class ResponseWriter:
-    """Writes one response. head: its fields that don't change; on_end gets the whole response when it has ended."""
+    """Writes one response. head: its fields that don't change; on_end gets the whole response when it has ended.
 
-    def __init__(self, head: dict[str, Any], on_end: Callable[[dict[str, Any]], None]) -> None:
+    logprobs: the text goes with those of its tokens.  obfuscated: deltas are padded at random.  parallel=False: of
+    several calls, only the first is told.
+    """
+
+    def __init__(
+        self,
+        head: dict[str, Any],
+        on_end: Callable[[dict[str, Any]], None],
+        *,
+        logprobs: bool = False,
+        obfuscated: bool = False,
+        parallel: bool = True,
+    ) -> None:
         self._head, self._on_end = head, on_end
+        self._logprobs, self._obfuscated, self._parallel = logprobs, obfuscated, parallel
         self._sequence = 0
         self._items: list[Item] = []
         self._call = -1  # index of the call that the last item is
 
     # ----------------------------------------------------------------------------------------------------- as a stream
 
+    def queued(self) -> bytes:
+        """Events of a response that is made in the background, and waits."""
+        waiting = self.response("queued")
+        return self._event("response.created", response=waiting) + self._event("response.queued", response=waiting)
+
     def opening(self) -> bytes:
         started = self.response("in_progress")
-        return self._event("response.created", response=started) + self._event("response.in_progress", response=started)
+        out = b"" if self._sequence else self._event("response.created", response=started)
+        return out + self._event("response.in_progress", response=started)
 
     def event(self, index: int, piece: Piece) -> bytes:
         out = b""
         if piece.reasoning:
             out += self._text("reasoning", piece.reasoning)
         if piece.text:
-            out += self._text("message", piece.text)
-        for part in piece.calls:
+            out += self._text("message", piece.text, piece.logprobs if self._logprobs else ())
+        for part in piece.calls if self._parallel else [part for part in piece.calls if part.index == 0]:
             out += self._call_part(part)
         return out
 
@@ -76,16 +96,19 @@ class ResponseWriter:
         self._on_end(response)
         return response
 
-    def _text(self, kind: str, text: str) -> bytes:
+    def _text(self, kind: str, text: str, entries: Sequence[TextLogprob] = ()) -> bytes:
         out = b""
         if not self._items or self._items[-1]["type"] != kind:
             part = _part(kind, "")
             out = self._open({"type": kind, "id": _id(kind), "status": "in_progress", **_fields(kind), "content": []})
             self._items[-1]["content"].append(part)
             out += self._event("response.content_part.added", **self._at_part(), part=dict(part))
-        self._items[-1]["content"][0]["text"] += text
-        logprobs = _no_logprobs(kind)
-        return out + self._event(f"response.{_name(kind)}.delta", **self._at_part(), delta=text, **logprobs)
+        part, told = self._items[-1]["content"][0], {}
+        part["text"] += text
+        if kind == "message":
+            told["logprobs"] = chat_logprobs(entries)["content"]
+            part["logprobs"] += told["logprobs"]
+        return out + self._delta(f"response.{_name(kind)}.delta", **self._at_part(), delta=text, **told)
 
     def _call_part(self, part: CallPart) -> bytes:
         out = b""
@@ -95,7 +118,7 @@ class ResponseWriter:
             out = self._open({**item, "arguments": "", "status": "in_progress"})
         self._items[-1]["arguments"] += part.arguments
         if part.arguments:
-            out += self._event("response.function_call_arguments.delta", **self._at(), delta=part.arguments)
+            out += self._delta("response.function_call_arguments.delta", **self._at(), delta=part.arguments)
         return out
 
     def _open(self, item: Item) -> bytes:
@@ -112,8 +135,9 @@ class ResponseWriter:
             ended = {"arguments": item["arguments"], "name": item["name"]}
             out += self._event("response.function_call_arguments.done", **self._at(), **ended)
         else:
-            part, logprobs = item["content"][0], _no_logprobs(item["type"])
-            out += self._event(f"response.{_name(item['type'])}.done", **self._at_part(), text=part["text"], **logprobs)
+            part = item["content"][0]
+            told = {key: part[key] for key in ("text", "logprobs") if key in part}
+            out += self._event(f"response.{_name(item['type'])}.done", **self._at_part(), **told)
             out += self._event("response.content_part.done", **self._at_part(), part=part)
         item["status"] = status
         return out + self._event("response.output_item.done", output_index=len(self._items) - 1, item=item)
@@ -123,6 +147,11 @@ class ResponseWriter:
 
     def _at_part(self) -> dict[str, Any]:
         return {**self._at(), "content_index": 0}
+
+    def _delta(self, kind: str, **fields: Any) -> bytes:
+        if self._obfuscated:
+            fields["obfuscation"] = padding(len(encode(fields)))
+        return self._event(kind, **fields)
 
     def _event(self, kind: str, **fields: Any) -> bytes:
         body = {"type": kind, "sequence_number": self._sequence, **fields}
@@ -147,10 +176,6 @@ def _id(kind: str) -> str:
 
 def _fields(kind: str) -> dict[str, Any]:
     return {"role": "assistant"} if kind == "message" else {"summary": []}
-
-
-def _no_logprobs(kind: str) -> dict[str, list[Any]]:
-    return {"logprobs": []} if kind == "message" else {}
 
 
 def _name(kind: str) -> str:

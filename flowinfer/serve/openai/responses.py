@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -12,7 +12,7 @@ import msgspec
 from flowinfer.errors import RequestError
 from flowinfer.serve.openai.chat import ChatRequest, chat_job
 from flowinfer.serve.openai.decode import decode
-from flowinfer.serve.openai.fields import invalid, refuse, unsupported
+from flowinfer.serve.openai.fields import MAX_TOKEN_ID, in_range, invalid, refuse, unsupported
 from flowinfer.serve.openai.job import Job, Limits
 from flowinfer.serve.openai.response_writer import ResponseWriter
 
@@ -44,6 +44,12 @@ class Reasoning(msgspec.Struct, forbid_unknown_fields=True):
     generate_summary: str | None = None
 
 
+class ResponseStreamOptions(msgspec.Struct, forbid_unknown_fields=True):
+    """`stream_options` of a request."""
+
+    include_obfuscation: bool | None = None
+
+
 class ResponsesRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """The body of POST /v1/responses: every field that the official client sends."""
 
@@ -72,7 +78,7 @@ class ResponsesRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True)
     service_tier: str | None = None
     store: bool | None = None
     stream: bool | None = None
-    stream_options: dict[str, Any] | None = None
+    stream_options: ResponseStreamOptions | None = None
     temperature: float | None = None
     text: TextConfig | None = None
     tool_choice: Any = None
@@ -90,35 +96,56 @@ NEUTRAL: tuple[tuple[str, tuple[Any, ...]], ...] = (
     ("context_management", ([],)),
     ("conversation", ()),
     ("image", ()),
-    ("include", ([], ["reasoning.encrypted_content"])),  # nothing here is encrypted: reasoning comes as it is
-    ("max_tool_calls", ()),
     ("moderation", ()),
     ("prompt", ()),
     ("prompt_cache_options", ()),
     ("prompt_cache_retention", ("in_memory", "in-memory")),
-    ("stream_options", ({}, {"include_obfuscation": False})),
-    ("top_logprobs", (0,)),
     ("truncation", ("disabled",)),
 )
+LOGPROBS = "message.output_text.logprobs"
+INCLUDABLE = (LOGPROBS, "reasoning.encrypted_content")  # nothing here is encrypted: reasoning comes as it is
 _CHAT_NAMES = {"max_completion_tokens": "max_output_tokens", "reasoning_effort": "reasoning.effort"}
+
+
+@dataclass(frozen=True)
+class ResponseJob(Job):
+    """A job whose answer is a response."""
+
+    writer: ResponseWriter
 
 
 def response_job(
     request: ResponsesRequest, id: str, limits: Limits, messages: Messages, on_end: Callable[[dict[str, Any]], None]
-) -> Job:
+) -> ResponseJob:
     """The call of a request whose conversation is `messages`. Raises RequestError naming the field at fault."""
     refuse(request, NEUTRAL)
     if request.reasoning is not None and (request.reasoning.summary or request.reasoning.generate_summary):
         raise unsupported("reasoning.summary")
-    if request.background and request.stream:
-        raise unsupported("stream", "can't be combined with background by this pipeline")
+    for place, asked in enumerate(request.include or ()):
+        if asked not in INCLUDABLE:
+            raise unsupported(f"include[{place}]", f"{asked[:60]!r} is not supported by this pipeline")
+    in_range("max_tool_calls", request.max_tool_calls, 1, MAX_TOKEN_ID)  # of built-in tools, and there are none
+    if request.stream_options is not None and not request.stream:
+        raise invalid("stream_options", "is only allowed when stream is true.")
     if request.background and request.store is False:
         raise invalid("store", "must not be false with background: nobody could fetch the response.")
     try:
         job = chat_job(decode(ChatRequest, msgspec.json.encode(_chat(request, messages))), id, limits)
     except RequestError as error:
         raise _renamed(error) from None
-    return replace(job, stream=bool(request.stream), writer=ResponseWriter(_head(request, id), on_end))
+    obfuscated = request.stream_options is not None and bool(request.stream_options.include_obfuscation)
+    writer = ResponseWriter(
+        _head(request, id),
+        on_end,
+        logprobs=_wants_logprobs(request),
+        obfuscated=obfuscated,
+        parallel=request.parallel_tool_calls is not False,
+    )
+    return ResponseJob(job.id, job.calls, bool(request.stream), writer)
+
+
+def _wants_logprobs(request: ResponsesRequest) -> bool:
+    return LOGPROBS in (request.include or ()) or bool(request.top_logprobs)
 
 
 def _chat(request: ResponsesRequest, messages: Messages) -> dict[str, Any]:
@@ -138,6 +165,8 @@ def _chat(request: ResponsesRequest, messages: Messages) -> dict[str, Any]:
         "temperature": request.temperature,
         "tool_choice": _choice(request.tool_choice) if request.tools else None,
         "tools": [_tool(tool, f"tools[{i}]") for i, tool in enumerate(request.tools or [])] or None,
+        "logprobs": _wants_logprobs(request),
+        "top_logprobs": request.top_logprobs,
         "top_p": request.top_p,
         "user": request.user,
         "verbosity": text.verbosity,
@@ -194,15 +223,20 @@ def _head(request: ResponsesRequest, id: str) -> dict[str, Any]:
         "incomplete_details": None,
         "instructions": request.instructions,
         "max_output_tokens": request.max_output_tokens,
+        "max_tool_calls": request.max_tool_calls,
         "metadata": request.metadata or {},
         "parallel_tool_calls": request.parallel_tool_calls is not False,
         "previous_response_id": request.previous_response_id,
+        "prompt_cache_key": request.prompt_cache_key,
         "reasoning": {"effort": request.reasoning.effort if request.reasoning else None, "summary": None},
+        "safety_identifier": request.safety_identifier,
+        "service_tier": "default",
         "store": request.store is not False,
         "temperature": 1.0 if request.temperature is None else request.temperature,
         "text": {"format": msgspec.to_builtins(given) if given else {"type": "text"}},
         "tool_choice": request.tool_choice or "auto",
         "tools": request.tools or [],
+        "top_logprobs": request.top_logprobs or 0,
         "top_p": 1.0 if request.top_p is None else request.top_p,
         "truncation": "disabled",
         "user": request.user,

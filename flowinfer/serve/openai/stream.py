@@ -68,10 +68,14 @@ class Chunks:
         """The event of a chunk."""
         text = encode(frame)
         if self._shape.obfuscated and frame["choices"]:
-            bare = len(text) + len(',"obfuscation":""')
-            pad = secrets.token_hex(PAD_TO)[: PAD_TO + -bare % PAD_TO]
-            text = encode(frame | {"obfuscation": pad})
+            text = encode(frame | {"obfuscation": padding(len(text))})
         return b"data: " + text + b"\n\n"
+
+
+def padding(length: int) -> str:
+    """Random characters that fill JSON of this length, with a field "obfuscation" for them, up to a step of PAD_TO."""
+    bare = length + len(',"obfuscation":""')
+    return secrets.token_hex(PAD_TO)[: PAD_TO + -bare % PAD_TO]
 
 
 def opened_of(piece: Piece) -> Opened:
