@@ -35,9 +35,9 @@ def experiment() -> None:
 @click.option("--service", default="", metavar="NAME", help="Of several running services, this one.")
 def status(service: str) -> None:
     """Show what runs, and how many requests each arm has answered."""
-    from flowinfer.cli.rewire import _current
+    from flowinfer.cli.rewire import current
 
-    plan = _current(service).plan
+    plan = current(service).plan
     if plan is None or plan.experiment is None:
         raise FlowInferError("The service runs no experiment.", help="`flowinfer experiment list` shows ended ones.")
     running = plan.experiment
@@ -111,16 +111,16 @@ def report(
 @click.option("--drain", "drain_s", type=float, metavar="SECONDS", help="How long arm B may end its requests.")
 def stop(service: str, yes: bool, drain_s: float | None) -> None:
     """End the experiment: all requests go to arm A, and arm B is taken down."""
-    from flowinfer.cli.rewire import _current, _find, change
+    from flowinfer.cli.rewire import change, current, find_service
     from flowinfer.graph.arms import without_experiment
     from flowinfer.runtime.rewire.experiment import stopped
 
-    running = _current(service)
+    running = current(service)
     if running.plan is None or running.source is None or running.plan.experiment is None:
         raise FlowInferError("The service runs no experiment.")
     name = running.plan.experiment.name
     plan, source = without_experiment(running.plan), stopped(running.source)
-    change(_find(service), plan, source, f"experiment stop {name}", yes=yes, drain_s=drain_s)
+    change(find_service(service), plan, source, f"experiment stop {name}", yes=yes, drain_s=drain_s)
 
 
 def _read(service: str, name: str, record: Path | None) -> Recorded:

@@ -80,7 +80,7 @@ def swap(
 @_asked
 def scale(stage: str, replicas: int, service: str, yes: bool, drain_s: float | None) -> None:
     """Run as many replicas of STAGE's worker."""
-    running = _current(service)
+    running = current(service)
     workers = {name: found.worker for name, found in _plan_of(running).stages.items()}
     worker = workers.get(stage, stage if stage in _plan_of(running).workers else "")
     if not worker:
@@ -151,7 +151,7 @@ def _set(values: Iterable[str], note: str, service: str, yes: bool, drain_s: flo
     """Adds values to what the service was started from."""
     from msgspec.structs import replace
 
-    running = _current(service)
+    running = current(service)
     source = _source_of(running)
     if load_source(source).digest != _plan_of(running).digest:
         help = f"See `flowinfer plan {source.file}`, and apply that first."
@@ -163,7 +163,7 @@ def _set(values: Iterable[str], note: str, service: str, yes: bool, drain_s: flo
 def _renew(stage: str, note: str, service: str, drain_s: float | None) -> None:
     from flowinfer.runtime.rewire.protocol import Request
 
-    running, folder = _current(service), find_service(service)
+    running, folder = current(service), find_service(service)
     request = Request(
         do="apply", plan=_plan_of(running), source=_source_of(running), renew=(stage,), note=note, drain_s=drain_s
     )
@@ -191,7 +191,8 @@ def find_service(service: str, file: str = "") -> Path:
     return find(file=str(Path(file).resolve()) if file else "", service=service)[1]
 
 
-def _current(service: str) -> Reply:
+def current(service: str) -> Reply:
+    """What the service runs."""
     from flowinfer.runtime.rewire.protocol import Request
 
     return ask_service(find_service(service), Request(do="status"))

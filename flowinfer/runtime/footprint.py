@@ -7,7 +7,7 @@ import resource
 from pathlib import Path
 
 from flowinfer.errors import FlowInferError
-from flowinfer.graph.diff import Change, Diff
+from flowinfer.graph.diff import ABSENT, Change, Diff
 from flowinfer.graph.plan import API, Plan
 from flowinfer.runtime.arenas import DEFAULT_KV_BYTES
 from flowinfer.runtime.loading import Loader, make_config
@@ -30,6 +30,8 @@ def beside(diff: Diff) -> list[str]:
     for change in diff.changes:
         if change.path.endswith(".replicas") and change.after > change.before:
             found += [change.path.split(".")[1]] * (change.after - change.before)
+        elif change.path.startswith("workers.") and change.kind == "warm" and change.before == ABSENT:
+            found.append(change.path.split(".")[1])  # of an experiment's arm B
     return found
 
 

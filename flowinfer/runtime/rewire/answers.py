@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -11,7 +12,8 @@ from flowinfer.errors import FlowInferError
 from flowinfer.graph.diff import Diff
 from flowinfer.graph.plan import Plan
 from flowinfer.runtime.events import TapAsk
-from flowinfer.runtime.footprint import beside, refusal, resident
+from flowinfer.runtime.footprint import beside, estimate, refusal, resident
+from flowinfer.runtime.loading import LoadStage
 from flowinfer.runtime.rewire.protocol import Reply, Request
 
 if TYPE_CHECKING:
@@ -63,11 +65,17 @@ def describe(supervisor: Supervisor, new: Plan, diff: Diff) -> Reply:
         last=True,
         changes=changes,
         kept=diff.kept,
-        memory_bytes=0 if cold else sum(_resident(supervisor, worker) for worker in beside(diff)),
+        memory_bytes=0 if cold else sum(_memory(supervisor, new, worker) for worker in beside(diff)),
         resident_bytes=sum(resident(child.process.pid) for child in supervisor.children.values() if child.process),
         gap=gap if cold else "none",
         source=supervisor.controller.source,
     )
+
+
+def _memory(supervisor: Supervisor, new: Plan, worker: str) -> int:
+    """Bytes that one more instance of a worker takes: as those that run, else as its settings let expect."""
+    load = LoadStage(Path(new.file).parent, new.allow_local)
+    return _resident(supervisor, worker) or estimate(new, worker, load)
 
 
 def _resident(supervisor: Supervisor, worker: str) -> int:
