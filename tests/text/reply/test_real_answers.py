@@ -37,7 +37,8 @@ CASES: dict[str, tuple[str, str, str, str, list[tuple[str, object]]]] = {
         [("write", {"text": "a = 1\n\nif a < 2:\n    b", "mode": "0o7"})],
     ),
     "qwen3-coder: values of all types": (
-        "qwen3-coder", '<tool_call>\n<function=ls>\n<parameter=path>\n12\n</parameter>\n<parameter=n>\n12\n</parameter>\n'
+        "qwen3-coder", "<tool_call>\n<function=ls>\n<parameter=path>\n12\n</parameter>\n"
+        "<parameter=n>\n12\n</parameter>\n"
         '<parameter=o>\n{"a": [true]}\n</parameter>\n</function>\n</tool_call>', "", "",
         [("ls", {"path": "12", "n": 12, "o": {"a": [True]}})],
     ),
@@ -74,14 +75,15 @@ CASES: dict[str, tuple[str, str, str, str, list[tuple[str, object]]]] = {
     ),
     "glm: no parameters": ("glm", "<tool_call>ls</tool_call>", "", "", [("ls", {})]),
     "deepseek v3.1": (
-        "deepseek-v3.1", '<think>Hm.</think>I look.<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>ls<｜tool▁sep｜>{"path": "a"}'
-        '<｜tool▁call▁end｜><｜tool▁call▁begin｜>ls<｜tool▁sep｜>{}<｜tool▁call▁end｜><｜tool▁calls▁end｜>', "Hm.", "I look.",
-        [("ls", {"path": "a"}), ("ls", {})],
+        "deepseek-v3.1", "<think>Hm.</think>I look.<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>ls<｜tool▁sep｜>"
+        '{"path": "a"}<｜tool▁call▁end｜><｜tool▁call▁begin｜>ls<｜tool▁sep｜>{}<｜tool▁call▁end｜>'
+        "<｜tool▁calls▁end｜>", "Hm.", "I look.", [("ls", {"path": "a"}), ("ls", {})],
     ),
     "deepseek v4: quotes and tags in a text": (
-        "deepseek-v4", f'I look.\n\n<{D}tool_calls>\n<{D}invoke name="ls">\n<{D}parameter name="path" string="true">va"l<b>\n'
-        f'</{D}parameter>\n<{D}parameter name="n" string="false">[1]</{D}parameter>\n</{D}invoke>\n</{D}tool_calls>', "",
-        "I look.", [("ls", {"path": 'va"l<b>\n', "n": [1]})],
+        "deepseek-v4", f'I look.\n\n<{D}tool_calls>\n<{D}invoke name="ls">\n'
+        f'<{D}parameter name="path" string="true">va"l<b>\n</{D}parameter>\n'
+        f'<{D}parameter name="n" string="false">[1]</{D}parameter>\n</{D}invoke>\n</{D}tool_calls>', "", "I look.",
+        [("ls", {"path": 'va"l<b>\n', "n": [1]})],
     ),
     "gpt-oss: analysis, then a call": (
         "harmony", "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>commentary to=functions.ls "
@@ -92,12 +94,12 @@ CASES: dict[str, tuple[str, str, str, str, list[tuple[str, object]]]] = {
         [("ls", {"path": "a"})],
     ),
     "gpt-oss: a preamble to the user": (
-        "harmony", "<|channel|>commentary<|message|>I look.<|end|><|start|>assistant<|channel|>commentary to=functions.ls"
-        "<|constrain|>json<|message|>{}<|call|>", "", "I look.", [("ls", {})],
+        "harmony", "<|channel|>commentary<|message|>I look.<|end|><|start|>assistant"
+        "<|channel|>commentary to=functions.ls<|constrain|>json<|message|>{}<|call|>", "", "I look.", [("ls", {})],
     ),
     "gpt-oss: analysis and an answer": (
-        "harmony", "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>Yes.<|return|>",
-        "Hm.", "Yes.", [],
+        "harmony", "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"
+        "<|channel|>final<|message|>Yes.<|return|>", "Hm.", "Yes.", [],
     ),
 }  # fmt: skip
 
