@@ -264,9 +264,12 @@ def schema_of(cls: type[Message]) -> str:
     return found
 
 
+_RUNTIME_EVENTS = "flowinfer.runtime.events"  # registered in every process of a service
+
+
 def schema_digest() -> str:
     """Digest (16 hex characters) of the wire format and of all built-in message types; both ends must have the same."""
-    built_in = [cls for cls in type_registry.values() if cls.__module__ == messages_module.__name__]
+    built_in = [cls for cls in type_registry.values() if cls.__module__ in (messages_module.__name__, _RUNTIME_EVENTS)]
     lines = [str(FORMAT), *sorted(_describe(cls) for cls in built_in)]
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
 

@@ -42,7 +42,7 @@ COMMANDS = {
     "scale": Entry("flowinfer.cli.rewire:scale", "Change the replicas of a stage's worker."),
     "drain": Entry("flowinfer.cli.rewire:drain", "Let a stage end what it has; a fresh one takes over."),
     "rollback": Entry("flowinfer.cli.rewire:rollback", "Take the last change back."),
-    "history": Entry("flowinfer.cli.rewire:history", "Show the journal of changes."),
+    "history": Entry("flowinfer.cli.history:history", "Show the journal of changes."),
     "check": Entry("flowinfer.cli.spec:check", "Find every mistake in a pipeline file."),
     "show": Entry("flowinfer.cli.spec:show", "Print the resolved file, and where each value came from."),
     "graph": Entry("flowinfer.cli.spec:graph", "Draw the graph as SVG, Mermaid or DOT."),

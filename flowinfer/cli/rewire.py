@@ -1,8 +1,7 @@
-"""Commands that change a running service: apply, rollback, history, set, swap, scale, drain."""
+"""Commands that change a running service: apply, rollback, set, swap, scale, drain."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -104,20 +103,6 @@ def rollback(service: str, yes: bool, drain_s: float | None) -> None:
 
     ask_service(find_service(service), Request(do="rollback", drain_s=drain_s))
     click.echo("Done.")
-
-
-@click.command()
-@_service
-@click.option("--name", default="", help="Of a service that doesn't run any more.")
-def history(service: str, name: str) -> None:
-    """Show the journal of changes, the newest last."""
-    from flowinfer.runtime.rewire.journal import Journal
-    from flowinfer.runtime.rewire.protocol import Request
-
-    steps = Journal(name).read() if name else ask_service(find_service(service), Request(do="history")).steps
-    for step in steps:
-        when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(step.at))
-        click.echo(f"{when}  change {step.change:<3} epoch {step.epoch:<3} {step.step:<10} {step.text}".rstrip())
 
 
 # ------------------------------------------------------------------------------------------------------------ the parts

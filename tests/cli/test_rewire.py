@@ -76,8 +76,7 @@ def test_a_service_is_changed_from_the_command_line(address: str, echo_file: Pat
 
     call("rollback")
     assert "Nothing differs" in call(*same, "--set", "serve.max_requests=7")
-    steps = re.findall(r"change 1 .* (\w+)  ", call("history"))
-    assert steps[0] == "begin" and "switch" in call("history")
+    assert "change 1  set serve.max_requests=7: done after" in call("history") and "switch" in call("history")
 
     echo_file.write_text(echo_file.read_text().replace("delay: 0.0", "delay: 0.002"))
     wait_for(tmp_path / "log.txt", r"stages.echo.with.delay +0.0 -> 0.002")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import socket
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,6 +18,7 @@ from flowinfer.runtime.rewire.protocol import SERVICE, SOCKET, Reply, Request, S
 
 MAX_LINE = 16 << 20
 REPLY_S = 1.0  # for a client to take a line: the loop doesn't wait for one that has stopped
+TAKEOVER_S = 30.0  # for a controller to listen after the death of the one before
 Say = Callable[[Reply], None]
 
 
@@ -109,11 +111,27 @@ def find(*, file: str = "", service: str = "") -> tuple[Service, Path]:
     raise FlowInferError(f"Several services are running: {names}.", help="Name one: --service NAME or its process id.")
 
 
+def _connect(connection: socket.socket, folder: Path) -> None:
+    """Connects; waits while the service lives without a controller, as between one that died and the next."""
+    deadline = time.monotonic() + TAKEOVER_S
+    while True:
+        try:
+            return connection.connect(str(folder / SOCKET))
+        except (ConnectionRefusedError, FileNotFoundError):
+            if time.monotonic() > deadline or not run_dir.is_alive(folder):
+                raise
+            time.sleep(0.1)
+
+
 def ask(folder: Path, request: Request) -> Iterator[Reply]:
-    """The answer of a service, line by line. Raises FlowInferError when it goes away meanwhile."""
+    """The answer of a service, line by line. Raises FlowInferError when it goes away meanwhile.
+
+    Should only its controller die, what became of the change is told by the one that takes over.
+    """
+    asked_at, changes = time.time(), request.do in ("apply", "rollback")
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
         try:
-            connection.connect(str(folder / SOCKET))
+            _connect(connection, folder)
             connection.sendall(msgspec.json.encode(request) + b"\n")
             with connection.makefile("rb") as lines:
                 for line in lines:
@@ -122,5 +140,11 @@ def ask(folder: Path, request: Request) -> Iterator[Reply]:
                     if reply.last:
                         return
         except OSError as error:
-            raise FlowInferError(f"The service can't be reached: {error.strerror}.") from error
+            if not (isinstance(error, ConnectionResetError) and changes and run_dir.is_alive(folder)):
+                raise FlowInferError(f"The service can't be reached: {error.strerror}.") from error
+    if changes and run_dir.is_alive(folder):
+        from flowinfer.runtime.rewire.follow import follow
+
+        yield from follow(folder, asked_at)
+        return
     raise FlowInferError("The service ended before it had answered.", help="`flowinfer history` shows how far it came.")

@@ -12,6 +12,7 @@ import msgspec
 from flowinfer.runtime import run_dir
 from flowinfer.runtime.rewire.protocol import Step
 
+OVER = ("done", "refused", "failed", "abandoned")  # the last step of a change
 MAX_BYTES = 4 << 20  # then the older half goes
 
 
@@ -56,7 +57,7 @@ class Journal:
         """The steps of the last change, if its controller died in it."""
         steps = self.read()
         last = max((i for i, step in enumerate(steps) if step.step == "begin"), default=None)
-        if last is None or any(step.step in ("done", "refused", "failed", "start") for step in steps[last:]):
+        if last is None or any(step.step in (*OVER, "start") for step in steps[last:]):
             return []
         return steps[last:]
 
