@@ -1,8 +1,9 @@
-"""What all tests share: journals of services that tests start stay out of the user's home."""
+"""What all tests share: journals and KV of services that tests start stay out of the user's home."""
 
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Iterator
 
 import pytest
@@ -18,3 +19,17 @@ def state_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         del os.environ["XDG_STATE_HOME"]
     else:
         os.environ["XDG_STATE_HOME"] = before
+
+
+@pytest.fixture(scope="session", autouse=True)
+def kv_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Disk tiers whose path the file leaves open lie here, and go at the end: a killed service leaves large files."""
+    folder = tmp_path_factory.mktemp("kv")
+    before = os.environ.get("FLOWINFER_KV")
+    os.environ["FLOWINFER_KV"] = str(folder)
+    yield
+    shutil.rmtree(folder, ignore_errors=True)
+    if before is None:
+        del os.environ["FLOWINFER_KV"]
+    else:
+        os.environ["FLOWINFER_KV"] = before

@@ -30,7 +30,7 @@ class Limits(StageConfig):
 
 
 class DiskTierConfig(Limits):
-    """path: a folder of the cache's own, on a local disk; services may share it. By default `kv` in the cache folder.
+    """path: a folder of the cache's own, on a local disk; services may share it. Default: ~/.cache/flowinfer/kv.
 
     size: bytes on disk.  spare: bytes of the device that stay free, however large size is.  segment: bytes of a file.
     """
@@ -107,9 +107,10 @@ class Tiers(StageConfig):
 
 
 def default_folder() -> Path:
-    """Of the disk tier: `kv` in FLOWINFER_CACHE, else in the user's cache folder, beside the models."""
-    home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(os.environ.get("FLOWINFER_CACHE") or f"{home}/flowinfer").expanduser() / "kv"
+    """Of the disk tier: FLOWINFER_KV, else `kv` in FLOWINFER_CACHE, else ~/.cache/flowinfer/kv, beside the models."""
+    if folder := os.environ.get("FLOWINFER_KV"):
+        return Path(folder).expanduser()
+    return Path(os.environ.get("FLOWINFER_CACHE") or "~/.cache/flowinfer").expanduser() / "kv"
 
 
 def tenant_of(salt: str) -> str:

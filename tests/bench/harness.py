@@ -12,6 +12,7 @@ import random
 import re
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -101,12 +102,18 @@ class Service:
 
 
 @contextlib.contextmanager
-def service(pipeline: str, *settings: str) -> Iterator[Service]:
-    """Runs a pipeline of this checkout until the block ends."""
+def service(pipeline: str, *settings: str, kv: Path | None = None) -> Iterator[Service]:
+    """Runs a pipeline of this checkout until the block ends. kv: folder of its disk tier; by default an empty one."""
+    with tempfile.TemporaryDirectory(prefix="kv-", ignore_cleanup_errors=True) as empty:
+        yield from _service(pipeline, settings, kv or Path(empty))
+
+
+def _service(pipeline: str, settings: Sequence[str], kv: Path) -> Iterator[Service]:
     sets = [part for setting in ("serve.port=0", *settings) for part in ("--set", setting)]
     command = [sys.executable, "-m", "flowinfer", "run", str(ROOT / "pipelines" / pipeline), *sets]
     began = time.perf_counter()
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT)
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    process = subprocess.Popen(command, cwd=ROOT, env=os.environ | {"FLOWINFER_KV": str(kv)}, **pipes)
     try:
         port = _port(process)
         seconds = time.perf_counter() - began
