@@ -40,6 +40,7 @@ from flowinfer.serve.openai.responses import ResponsesRequest, response_job
 from flowinfer.serve.responses_api import ResponsesApi
 from flowinfer.serve.state import State
 from flowinfer.serve.tokens import DetokenizeRequest, TokenizeRequest, Tokens, load_for
+from flowinfer.serve.traffic import classed
 
 if TYPE_CHECKING:
     from flowinfer.serve.gateway import Gateway
@@ -49,8 +50,6 @@ Sink = Callable[[Piece | RequestError], None]
 READER_GRACE_S = 60.0  # for a client to read an answer that ended at the last moment; then it's dropped
 PROBE_TIMEOUT_S = 5.0  # a worker loop that doesn't answer in this time admits nothing either
 _REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,128}")
-_CACHE_WORD = re.compile(rb"[A-Za-z0-9_-]{1,64}")
-CACHE_CLASS = b"x-cache-class"
 MESSAGES = "/v1/messages"
 _OPEN_PATHS = {"/health", "/ready", "/version", "/metrics", "/openapi.json"}  # probes and scrapers have no key
 _client: ContextVar[str] = ContextVar("client", default="")  # name of the key that the current request came with
@@ -175,17 +174,17 @@ class App:
     async def _chat(self, scope: Scope, receive: Receive, send: Send, headers: Headers) -> None:
         body = await read_body(scope, receive, self._gateway.config.max_body)
         job = chat_job(decode(ChatRequest, body), f"chatcmpl-{uuid.uuid4().hex}", self._limits)
-        await self._answer(_classed(job, scope), receive, send, headers)
+        await self._answer(classed(job, scope), receive, send, headers)
 
     async def _completions(self, scope: Scope, receive: Receive, send: Send, headers: Headers) -> None:
         body = await read_body(scope, receive, self._gateway.config.max_body)
         job = completion_job(decode(CompletionRequest, body), f"cmpl-{uuid.uuid4().hex}", self._limits)
-        await self._answer(_classed(job, scope), receive, send, headers)
+        await self._answer(classed(job, scope), receive, send, headers)
 
     async def _messages(self, scope: Scope, receive: Receive, send: Send, headers: Headers) -> None:
         body = await read_body(scope, receive, self._gateway.config.max_body)
         job = message_job(decode(MessageRequest, body), f"msg_{uuid.uuid4().hex}", self._limits)
-        await self._answer(_classed(job, scope), receive, send, [*headers, (b"request-id", scope["request_id"])])
+        await self._answer(classed(job, scope), receive, send, [*headers, (b"request-id", scope["request_id"])])
 
     async def _count_tokens(self, scope: Scope, receive: Receive, send: Send, headers: Headers) -> None:
         body = await read_body(scope, receive, self._gateway.config.max_body)
@@ -319,16 +318,6 @@ async def _unknown_path(scope: Scope, receive: Receive, send: Send) -> None:
 def _method_error(scope: Scope, error: HTTPException) -> RequestError:
     message = f"{scope['method']} is not allowed on {scope['path']}."
     return RequestError(error.status_code, message, code="method_not_allowed")
-
-
-def _classed(job: Job, scope: Scope) -> Job:
-    """The job, its calls in the cache class that a header names: what proxies know of traffic beats what bodies say."""
-    given = header(scope, CACHE_CLASS)
-    if given and not _CACHE_WORD.fullmatch(given):
-        raise RequestError(400, f"The header {CACHE_CLASS.decode()} takes up to 64 letters, digits, - and _.")
-    for call in job.calls:
-        call.cache_class = given.decode() or call.cache_class
-    return job
 
 
 def _raw(error: HTTPException) -> Headers:

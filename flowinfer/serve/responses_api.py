@@ -21,6 +21,7 @@ from flowinfer.serve.openai.response_input import items_of, messages_of
 from flowinfer.serve.openai.response_store import ResponseStore
 from flowinfer.serve.openai.responses import ResponseJob, ResponsesRequest, response_job
 from flowinfer.serve.paging import page
+from flowinfer.serve.traffic import classed
 
 Run = Callable[[Job, Receive, Send, Headers], Awaitable[None]]
 Reply = Callable[[Send, Any, Headers], Awaitable[None]]
@@ -69,7 +70,7 @@ class ResponsesApi:
             if keep and (not request.background or (tenant, id) in self._running):
                 self._store.put(tenant, response, items, time.time())
 
-        job = response_job(request, id, self._limits, messages, on_end)
+        job = classed(response_job(request, id, self._limits, messages, on_end), scope)
         if not request.background:
             await self._run(job, receive, send, headers)
             return

@@ -87,7 +87,9 @@ class ResponsesRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True)
     top_p: float | None = None
     truncation: str | None = None
     user: str | None = None
-    cache_salt: str | None = None  # extension, as in chats
+    cache_salt: str | None = None  # extensions, as in chats
+    cache_class: str | None = None
+    cache_retention: str | int | None = None
 
 
 NEUTRAL: tuple[tuple[str, tuple[Any, ...]], ...] = (
@@ -99,7 +101,7 @@ NEUTRAL: tuple[tuple[str, tuple[Any, ...]], ...] = (
     ("moderation", ()),
     ("prompt", ()),
     ("prompt_cache_options", ()),
-    ("prompt_cache_retention", ("in_memory", "in-memory")),
+    ("prompt_cache_retention", ("in_memory", "in-memory", DAY)),
     ("truncation", ("disabled",)),
 )
 LOGPROBS = "message.output_text.logprobs"
@@ -171,6 +173,9 @@ def _chat(request: ResponsesRequest, messages: Messages) -> dict[str, Any]:
         "user": request.user,
         "verbosity": text.verbosity,
         "cache_salt": request.cache_salt,
+        "cache_class": request.cache_class,
+        "cache_retention": request.cache_retention,
+        "prompt_cache_retention": request.prompt_cache_retention,
     }
     return {name: value for name, value in body.items() if value is not None}
 
