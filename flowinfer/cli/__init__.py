@@ -33,7 +33,7 @@ COMMANDS = {
     "new": Entry("flowinfer.cli.new:new", "Write the files of a new stage."),
     "compare": Entry("flowinfer.cli.compare:compare", "Tell which of two graphs is better, and by how much."),
     "sweep": Entry("flowinfer.cli.sweep:sweep", "Run one graph at many settings over the same requests."),
-    "experiment": Entry("flowinfer.cli.experiment:experiment", "Look at an experiment of a running service, or end it."),
+    "experiment": Entry("flowinfer.cli.experiment:experiment", "Look at an experiment of a service, or end it."),
     "test": Entry("flowinfer.cli.test:test", "Run the tests beside pipelines and stages."),
     "plan": Entry("flowinfer.cli.plan:plan", "Show what a file would change in the running service."),
     "apply": Entry("flowinfer.cli.rewire:apply", "Make the running service run a file."),

@@ -14,6 +14,7 @@ from pydantic import ConfigDict
 
 from flowinfer.engine.layout import KVLayout
 from flowinfer.errors import FlowInferError, RequestError
+from flowinfer.experiment.policy import place, session_of
 from flowinfer.graph.plan import API, Plan, StagePlan
 from flowinfer.message import Call, Cancel, Ended, Event, Failure, Message, Piece, Serving, Text
 from flowinfer.runtime.arenas import DEFAULT_KV_BYTES, private_arena
@@ -32,9 +33,10 @@ class LocalApi(Stage):
     """Stands in for the HTTP gateway: calls come from this process, answers go to their sinks."""
 
     class Config(StageConfig):
-        """Takes the gateway's settings, which mean nothing here."""
+        """Takes the gateway's settings, of which only an experiment that splits its sessions means anything here."""
 
         model_config = ConfigDict(extra="ignore", frozen=True)
+        experiment: dict[str, Any] | None = None
 
     kind = API
     listens = (Failure,)
@@ -63,7 +65,14 @@ class LocalApi(Stage):
         while self._calls and not self.ctx.full("call"):
             call, sink = self._calls.popleft()
             self._sinks[call.id] = sink
+            if self.config.experiment is not None:
+                call.arm = self._arm_of(call, self.config.experiment)
             yield call
+
+    def _arm_of(self, call: Call, experiment: dict[str, Any]) -> str:
+        if experiment["mode"] != "split":
+            return ""  # nobody asks for copies here
+        return "b" if place(session_of(call), experiment["name"]) < experiment["share"] else ""
 
     def _answer(self, piece: Piece) -> None:
         sink = self._sinks.get(piece.id)

@@ -92,6 +92,7 @@ def message_job(request: MessageRequest, id: str, limits: Limits) -> Job:
         tool_choice=_tool_choice(request, rendered.tools),
         cache_class="agent" if request.tools else "chat",
         template_args=rendered.template_args,
+        session=str((request.metadata or {}).get("user_id") or ""),
     )
     parallel = not (request.tool_choice or {}).get("disable_parallel_tool_use")
     writer = MessageWriter(id, request.model, parallel=parallel, caching=_marks_cache(request))

@@ -100,6 +100,7 @@ def chat_job(request: ChatRequest, id: str, limits: Limits) -> Job:
         cache_salt=request.cache_salt or "",
         cache_class=request.cache_class or ("agent" if request.tools else "chat"),
         template_args=_template_args(request),
+        session=request.user or request.prompt_cache_key or "",
     )
     calls = [first, *(_choice(first, id, k) for k in range(1, num_choices))]
     writer = ChatWriter(

@@ -187,6 +187,7 @@ def _call(request: CompletionRequest, id: str, prompt: str | Ids, sampling: Samp
         prompt=prompt,
         cache_salt=request.cache_salt or "",
         cache_class=request.cache_class or "chat",
+        session=request.user or "",
     )
 
 
