@@ -99,7 +99,7 @@ class Running:
 
     def worker(self, name: str) -> psutil.Process:
         """The process of this worker."""
-        (worker,) = [c for c in psutil.Process(self.process.pid).children() if name in c.cmdline()]
+        (worker,) = [c for c in psutil.Process(self.process.pid).children(recursive=True) if name in c.cmdline()]
         return worker
 
     def stop(self) -> int:
