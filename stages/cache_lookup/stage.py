@@ -124,8 +124,7 @@ class CacheLookup(Stage):
         yield from map(self._hinted, ready)
         now = self.ctx.clock.now()
         for prompt in prompts:
-            if prompt.cache_keep_s is None and not self._retention.of(prompt.cache_class):
-                prompt.cache_keep_s = 0.0
+            prompt.cache_keep_s = self._retention.asked(prompt.cache_class, prompt.cache_keep_s)
             prompt.prefix = PrefixHint(hashes=self._names(prompt))
             if self._events is not None and not prompt.cache_salt:
                 self._events.seen(prompt.prefix.hashes, prompt.tokens)

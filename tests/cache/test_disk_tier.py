@@ -5,12 +5,14 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from decode_loop import Service, prompt, save_random_llama
 
 from flowinfer.cache.disk.io import Files
+from flowinfer.cache.disk.offline import entries
 from flowinfer.cache.disk.store import DiskStore
 from flowinfer.cache.tiers import ReadSpeed, worth_restoring
 from flowinfer.engine import hub
@@ -196,15 +198,39 @@ def test_tenants_share_nothing_on_disk(llama: Path, tmp_path: Path, restoring: N
         running.group.close()
 
 
-def test_a_class_without_retention_is_not_stored(llama: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("how", [{"cache_class": "private"}, {"cache_keep_s": 0.0}])
+def test_without_retention_nothing_is_stored_anywhere_and_what_is_there_serves(
+    llama: Path, tmp_path: Path, how: dict[str, Any]
+) -> None:
     lookup = {"tiers": {"disk": {"path": str(tmp_path), "size": "64MiB"}}, "retention": {"private": "0"}}
     running = Service(llama, num_blocks=16, lookup=lookup)
-    one = prompt("a", small_tokens(1, 300))
-    one.cache_class = "private"
-    answer(running, one)
+
+    def ask(id: str, **fields: Any) -> list[int]:
+        one = prompt(id, small_tokens(1, 300))
+        for field, value in fields.items():
+            setattr(one, field, value)
+        return answer(running, one)[id]
+
+    first = ask("a", **how)
+    assert running.pool.num_cached == 0 and ask("b", **how) == first and cached(running, "b") == 0
+    assert ask("c") == first and cached(running, "c") == 0 and running.pool.num_cached > 0
+    assert ask("d", **how) == first and cached(running, "d") == 256
     store = disk_of(running)
     running.group.close()
-    assert store.counts["stored"] == 0
+    assert store.counts["stored"] == running.pool.num_cached
+
+
+def test_a_request_shortens_the_retention_of_its_class_and_cannot_exceed_the_longest(
+    llama: Path, tmp_path: Path
+) -> None:
+    running = small(llama, tmp_path)
+    for id, seed, keep_s in (("short", 1, 60.0), ("long", 2, 1e9), ("chat", 3, None)):
+        one = prompt(id, small_tokens(seed, 200))
+        one.cache_keep_s = keep_s
+        answer(running, one)
+    running.group.close()
+    keeps = {entry.keep for entry in entries(tmp_path)}
+    assert keeps == {60.0, 7 * 86_400.0}
 
 
 def test_tiny_pools_shared_prefixes_cancels_and_damage_change_no_token(

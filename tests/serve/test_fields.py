@@ -83,6 +83,8 @@ def test_null_is_the_same_as_leaving_a_field_out(field: str) -> None:
         ("top_logprobs", 3, "top_logprobs"),
         ("stream_options", {"include_usage": True}, "stream_options"),
         ("cache_salt", "x" * 300, "cache_salt"),
+        ("cache_retention", "soon", "cache_retention"),
+        ("cache_retention", 60, "cache_retention"),
         ("chat_template_kwargs", {"messages": []}, "chat_template_kwargs.messages"),
         ("messages", [], "messages"),
         ("messages", [{"role": "pope", "content": "x"}], "messages[0].role"),
@@ -121,7 +123,7 @@ def test_a_wrong_value_is_refused_with_the_name_of_its_field(field: str, value: 
         ("verbosity", "low"),
         ("moderation", {}),
         ("prompt_cache_options", {"mode": "explicit"}),
-        ("prompt_cache_retention", "24h"),
+        ("prompt_cache_retention", "48h"),
     ],
 )
 def test_what_the_pipeline_cannot_do_is_refused_by_name(field: str, value: Any) -> None:
@@ -188,6 +190,22 @@ def test_sampling_arrives_as_asked() -> None:
     assert (s.stop_token_ids, s.ignore_eos, s.logit_bias) == ((2,), True, {5: -100.0})
     assert (s.max_tokens, s.min_tokens, s.logprobs) == (9, 3, 4)
     assert (call.cache_salt, call.cache_class) == ("tenant", "agent")
+
+
+@pytest.mark.parametrize(
+    ("fields", "seconds"),
+    [
+        ({}, None),
+        ({"cache_retention": "3d"}, 259_200.0),
+        ({"cache_retention": "0"}, 0.0),
+        ({"cache_retention": 0}, 0.0),
+        ({"prompt_cache_retention": "24h"}, 86_400.0),
+        ({"prompt_cache_retention": "in_memory"}, None),
+        ({"prompt_cache_retention": "24h", "cache_retention": 0}, 0.0),
+    ],
+)
+def test_a_request_says_how_long_its_blocks_stay(fields: dict[str, Any], seconds: float | None) -> None:
+    assert chat(**fields).calls[0].cache_keep_s == seconds
 
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}

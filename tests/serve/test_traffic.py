@@ -44,3 +44,22 @@ def test_a_header_wins_over_a_field_and_that_over_tools(start: Any, way: str) ->
     ask("batch", **tools, **named)
     agent = "agent" if tool else "chat"
     assert seen == ["chat", agent, "nightly" if named else agent, "batch"]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_header_says_how_long_blocks_stay(start: Any, way: str) -> None:
+    seen: list[float | None] = []
+
+    def note(call: Call) -> Any:
+        seen.append(call.cache_keep_s)
+        yield Piece(id=call.id, text="ok", finish=Finish(reason="stop"))
+
+    service = start(note, tools=True, apis=("openai", "anthropic"))
+    path, body, _ = WAYS[way]
+    field = {} if way == "messages" else {"cache_retention": "1h"}
+    for header, more in (("", {}), ("", field), ("0", field), ("soon", {})):
+        headers = {"x-cache-retention": header} if header else {}
+        answer = httpx.post(f"{service.url}/v1/{path}", json={"model": "tiny"} | body | more, headers=headers)
+        assert answer.status_code == (400 if header == "soon" else 200), answer.text
+    assert "x-cache-retention" in answer.text
+    assert seen == [None, 3600.0 if field else None, 0.0]

@@ -53,6 +53,10 @@ class Retention:
         """Seconds that this class stays. 0: it isn't stored at all."""
         return self.seconds.get(cls, self.seconds.get("default", self.default))
 
+    def asked(self, cls: str, seconds: float | None) -> float:
+        """Seconds of a request of this class that asks for so many: any that is no longer than the longest of all."""
+        return self.of(cls) if seconds is None else min(seconds, max(self.default, *self.seconds.values(), 0.0))
+
 
 def expiry_group(expiry: float, keep_s: float) -> int:
     """Number of the group of blocks that expire at about the same time, and so lie in one segment.

@@ -9,6 +9,7 @@ import msgspec
 from flowinfer.message import Call
 from flowinfer.serve.openai.chat_writer import ChatWriter
 from flowinfer.serve.openai.fields import (
+    DAY,
     MAX_TOKEN_ID,
     MAX_TOP_LOGPROBS,
     Common,
@@ -19,6 +20,7 @@ from flowinfer.serve.openai.fields import (
     in_range,
     invalid,
     refuse,
+    retention_of,
     sampling_of,
 )
 from flowinfer.serve.openai.grammar import grammar_of
@@ -70,7 +72,7 @@ NEUTRAL: tuple[tuple[str, tuple[Any, ...]], ...] = (
     ("moderation", ()),
     ("prediction", ()),
     ("prompt_cache_options", ()),
-    ("prompt_cache_retention", ("in_memory", "in-memory")),
+    ("prompt_cache_retention", ("in_memory", "in-memory", DAY)),
     ("service_tier", ("auto", "default")),
     ("store", (False,)),
     ("verbosity", ("medium",)),
@@ -99,6 +101,7 @@ def chat_job(request: ChatRequest, id: str, limits: Limits) -> Job:
         tool_choice=choice_of(tools, request.tool_choice, request.parallel_tool_calls),
         cache_salt=request.cache_salt or "",
         cache_class=request.cache_class or ("agent" if request.tools else "chat"),
+        cache_keep_s=_keep_s(request),
         template_args=_template_args(request),
         session=request.user or request.prompt_cache_key or "",
     )
@@ -137,6 +140,13 @@ def _logprobs(request: ChatRequest) -> int | None:
     if request.top_logprobs and not request.logprobs:
         raise invalid("top_logprobs", "needs logprobs to be true.")
     return (request.top_logprobs or 0) if request.logprobs else None
+
+
+def _keep_s(request: ChatRequest) -> float | None:
+    """How long its blocks stay; OpenAI's own field is heard where ours says nothing."""
+    if request.cache_retention is None and request.prompt_cache_retention == DAY:
+        return retention_of(DAY)
+    return retention_of(request.cache_retention)
 
 
 def _template_args(request: ChatRequest) -> dict[str, Any]:

@@ -32,6 +32,7 @@ from flowinfer.serve.openai.fields import (
     in_range,
     invalid,
     refuse,
+    retention_of,
     sampling_of,
 )
 from flowinfer.serve.openai.grammar import grammar_of
@@ -187,6 +188,7 @@ def _call(request: CompletionRequest, id: str, prompt: str | Ids, sampling: Samp
         prompt=prompt,
         cache_salt=request.cache_salt or "",
         cache_class=request.cache_class or "chat",
+        cache_keep_s=retention_of(request.cache_retention),
         session=request.user or "",
     )
 

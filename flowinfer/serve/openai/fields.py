@@ -11,12 +11,14 @@ from flowinfer.errors import RequestError
 from flowinfer.message import Grammar, Sampling
 from flowinfer.serve.openai.formats import ResponseFormat, StructuredOutputs
 from flowinfer.serve.openai.job import SEED_BITS, Limits, draw_seed
+from flowinfer.units import parse_duration
 
 MAX_STOP = 16
 MAX_TOKEN_ID = 2**31 - 1
 MAX_TOP_LOGPROBS = 20
 MAX_CHOICES = 128
 MAX_CACHE_WORD = 256
+DAY = "24h"  # the one prompt_cache_retention that asks for something
 
 
 class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
@@ -52,6 +54,7 @@ class Common(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     ignore_eos: bool | None = None
     cache_salt: str | None = None
     cache_class: str | None = None
+    cache_retention: str | int | None = None
     response_format: ResponseFormat | None = None
     guided_json: dict[str, Any] | str | None = None
     guided_regex: str | None = None
@@ -197,3 +200,14 @@ def check_cache(request: Common) -> None:
         value = getattr(request, param)
         if value is not None and len(value) > MAX_CACHE_WORD:
             raise invalid(param, f"takes up to {MAX_CACHE_WORD} characters, not {len(value)}.", "out_of_range")
+    retention_of(request.cache_retention)
+
+
+def retention_of(written: str | int | None, *, param: str = "cache_retention") -> float | None:
+    """Seconds that blocks of a request stay cached after their last use, as 3d, 12h, 0. Raises RequestError."""
+    if written is None:
+        return None
+    try:
+        return parse_duration(written)
+    except ValueError as error:
+        raise invalid(param, f"{error}.") from error

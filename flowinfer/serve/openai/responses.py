@@ -12,7 +12,7 @@ import msgspec
 from flowinfer.errors import RequestError
 from flowinfer.serve.openai.chat import ChatRequest, chat_job
 from flowinfer.serve.openai.decode import decode
-from flowinfer.serve.openai.fields import MAX_TOKEN_ID, in_range, invalid, refuse, unsupported
+from flowinfer.serve.openai.fields import DAY, MAX_TOKEN_ID, in_range, invalid, refuse, unsupported
 from flowinfer.serve.openai.job import Job, Limits
 from flowinfer.serve.openai.response_writer import ResponseWriter
 
