@@ -11,7 +11,13 @@ import yaml
 
 from flowinfer.errors import FlowInferError
 
-GROUPS = {"1": "Reading the file", "2": "Structure and settings", "3": "The graph", "4": "Workers and network"}
+GROUPS = {
+    "1": "Reading the file",
+    "2": "Structure and settings",
+    "3": "The graph",
+    "4": "Workers and network",
+    "5": "Tests",
+}
 
 
 class Entry(NamedTuple):

@@ -22,8 +22,13 @@ _STATM = Path("/proc/self/statm")
 
 def samples(worker: Worker) -> list[Sample]:
     """All samples of this process; names as on /metrics."""
+    return loop_samples(worker) + metrics.snapshot()
+
+
+def loop_samples(worker: Worker) -> list[Sample]:
+    """What the loop of this worker has counted."""
     own = [*_edges(worker), *_stages(worker), *_late(worker), *_process(worker)]
-    return [(_PREFIX + name, labels, value) for name, labels, value in own] + metrics.snapshot()
+    return [(_PREFIX + name, labels, value) for name, labels, value in own]
 
 
 def _edges(worker: Worker) -> Iterator[Sample]:

@@ -114,19 +114,24 @@ class Worker(Group):
         tune_collector()
         self._beat()
         while not self._stopping:
-            events, data = self.channel.poll(self._patience())
-            for header, received in events:
-                self._take_events(header, received)
-            if data:
-                self._take_data(data)
-            self.turn()
+            self.pump(self.patience_s())
+
+    def pump(self, wait_s: float | None) -> None:
+        """Waits once, then works off what has come."""
+        events, data = self.channel.poll(wait_s)
+        for header, received in events:
+            self._take_events(header, received)
+        if data:
+            self._take_data(data)
+        self.turn()
 
     def end_turn(self) -> None:
         if self.grants.next_at < math.inf:
             self._return_credit()
         super().end_turn()
 
-    def _patience(self) -> float | None:
+    def patience_s(self) -> float | None:
+        """How long nothing will happen by itself: wait_s, and credit that is due."""
         wait = self.wait_s()
         if wait == 0 or self.grants.next_at == math.inf:
             return wait
@@ -427,7 +432,11 @@ class Worker(Group):
                     self.fail(outbox.edge.target, request, error)
             outbox.flush()
         if down.worker == self.front and self.open_requests:
-            self.handle(Cancel(ids=list(self.open_requests)))  # their clients are gone with it
+            # Their clients are gone with it. To all: one may be on its way to a worker that doesn't know it yet.
+            gone = Cancel(ids=list(self.open_requests))
+            self.handle(gone)
+            for peer in self.peers:
+                self.channel.send_event(peer, gone)
 
     def _check_drained(self) -> None:
         """Tells the supervisor at once when the last request has ended, instead of with the next heartbeat."""

@@ -5,10 +5,20 @@ Read as pipeline files are: every mistake at once, each with its place, the line
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    model_validator,
+)
 
 from flowinfer.errors import FlowInferError, Problem, SpecError
 from flowinfer.graph import load_plan
@@ -19,6 +29,14 @@ from flowinfer.units import Duration
 
 FAULTS = ("kill", "delay", "drop_credit", "corrupt", "full_disk")
 FaultKind = Literal["kill", "delay", "drop_credit", "corrupt", "full_disk"]
+
+
+def _spaced(name: str) -> str:
+    """`a->b` as edges are called: `a -> b`."""
+    return re.sub(r"\s*->\s*", " -> ", name.strip())
+
+
+EdgeName = Annotated[str, AfterValidator(_spaced)]
 
 
 class Strict(BaseModel):
@@ -128,22 +146,22 @@ class Fault(Strict):
 
     kill: str | None = None
     """The worker of this stage (or this worker, or this instance as in decode.1) dies as by kill -9."""
-    delay: str | None = None
+    delay: EdgeName | None = None
     """Messages on this edge come later, by `by`."""
     by: Duration | None = None
     """How much later."""
-    drop_credit: str | None = None
+    drop_credit: EdgeName | None = None
     """Credit that comes back on this edge between workers is lost."""
-    corrupt: str | None = None
+    corrupt: EdgeName | None = None
     """Frames of this edge between workers arrive damaged."""
     full_disk: str | None = None
     """The device of this stage's disk tier takes nothing more."""
     at: Duration | None = None
     """Begins at this time after the first request; without `at` and `message`, with it."""
     message: PositiveInt | None = None
-    """Begins with the n-th message on the edge (for kill and full_disk: on the edge `on`)."""
-    on: str | None = None
-    """The edge whose messages are counted."""
+    """Begins with the n-th message on the edge; for kill, on `edge`, which begins or ends at the worker."""
+    edge: EdgeName | None = None
+    """For kill: the edge whose messages are counted."""
     lasts: Duration | None = Field(None, alias="for")
     """Ends after this time."""
     count: PositiveInt | None = None
@@ -164,7 +182,7 @@ class Fault(Strict):
         """The edge whose messages begin it; "" for one that begins at a time."""
         if self.message is None:
             return ""
-        return self.on or self.target
+        return self.edge or self.target
 
     @model_validator(mode="after")
     def _is_one(self) -> Fault:
@@ -177,8 +195,12 @@ class Fault(Strict):
             raise ValueError("delay and by belong together, as in {delay: a -> b, by: 50ms}")
         if self.message is not None and self.at is not None:
             raise ValueError("a fault begins at a time (at) or with a message, not both")
-        if named[0] in ("kill", "full_disk") and (self.message is None) != (self.on is None):
-            raise ValueError("message and on belong together, as in {kill: decode, on: a -> b, message: 3}")
+        if named[0] == "kill" and (self.message is None) != (self.edge is None):
+            raise ValueError("message and edge belong together, as in {kill: decode, edge: a -> b, message: 3}")
+        if named[0] != "kill" and self.edge is not None:
+            raise ValueError("edge belongs to kill: the others count the messages of their own edge")
+        if named[0] == "full_disk" and self.message is not None:
+            raise ValueError("full_disk begins at a time (at)")
         return self
 
 
@@ -211,7 +233,7 @@ class RunExpect(Strict):
     """So many cases failed."""
     order: list[str] | None = None
     """Names of cases, in the order in which they ended."""
-    edges: dict[str, EdgeExpect] = {}
+    edges: dict[EdgeName, EdgeExpect] = {}
     """By edge, as in route -> lookup."""
     restarts: dict[str, NonNegativeInt] = {}
     """How often instances were started again, by stage, worker or instance."""
@@ -262,8 +284,6 @@ class PipelineTest(Strict):
             raise ValueError(f"case {idle[0]!r} expects nothing, so it can't fail; give expect or equivalent_to")
         if self.replay and (self.cut is None or self.recording is None):
             raise ValueError("replay needs a cut and a recording")
-        if not self.replay and self.cut is not None and not self.cases and self.cases_of is None:
-            raise ValueError("there are no cases")
         return self
 
     @property
@@ -275,15 +295,22 @@ class PipelineTest(Strict):
     @classmethod
     def load(cls, path: Path) -> PipelineTest:
         """Reads a file. Raises SpecError with every mistake in it."""
+        return cls.read(path)[0]
+
+    @classmethod
+    def read(cls, path: Path) -> tuple[PipelineTest, Node]:
+        """A file, and its tree, in which every value has its place. Raises SpecError with every mistake in it."""
         test, node = _read(cls, path)
         if test.cases_of is not None:
             shared = cls.load(path.parent / test.cases_of).cases
             test = test.model_copy(update={"cases": [*shared, *test.cases]})
+        if test.recording is not None and not test.mock and not test.replay:
+            text = "A recording is for mocks and for replay, and there is neither."
+            raise SpecError([_problem("FI506", text, node, "recording")])
         names = [case.name for case in test.cases]
         if twice := next((name for name in names if names.count(name) > 1), None):
-            where = node.at("cases")
-            raise SpecError([Problem("FI501", f"Two cases are called {twice!r}.", where.where if where else None)])
-        return test
+            raise SpecError([_problem("FI501", f"Two cases are called {twice!r}.", node, "cases")])
+        return test, node
 
     def plan(self, path: Path) -> Plan:
         """The plan of the pipeline under test."""
@@ -297,6 +324,11 @@ class PipelineTest(Strict):
         return load_plan(
             file, sets=[f"{key}={_text(value)}" for key, value in self.set.items()], allow_local=self.allow_local
         )
+
+
+def _problem(code: str, message: str, node: Node, key: str) -> Problem:
+    at = node.at(key)
+    return Problem(code, message, at.where if at else node.mark)
 
 
 def _is_timed(expect: Expect | None) -> bool:

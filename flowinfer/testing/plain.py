@@ -75,8 +75,9 @@ def _ask_inline(service: LocalService, limits: Limits, model: str, case: Case) -
     return 200, json.loads(job.writer.whole(pieces))
 
 
-def job_of(case: Case, body: bytes, limits: Limits) -> Job:
-    id = f"test-{uuid.uuid4().hex}"  # an id is never used twice in the life of a service
+def job_of(case: Case, body: bytes, limits: Limits, id: str = "") -> Job:
+    """The calls of a case. Raises RequestError as the API would."""
+    id = id or f"test-{uuid.uuid4().hex}"  # an id is never used twice in the life of a service
     if case.chat is not None:
         return chat_job(decode(ChatRequest, body), id, limits)
     return completion_job(decode(CompletionRequest, body), id, limits)

@@ -1,0 +1,346 @@
+"""Runs a test file over simulated workers in virtual time: seconds of waiting, timeouts and restarts take no time."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from math import inf
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from flowinfer.errors import FlowInferError, RequestError
+from flowinfer.flow.replay import by_request
+from flowinfer.graph.plan import API, Plan
+from flowinfer.message import Message, Piece, type_registry
+from flowinfer.observe import metrics
+from flowinfer.observe.summary import summarize
+from flowinfer.observe.where import compile_where, requests_of
+from flowinfer.runtime.clock import FakeClock
+from flowinfer.runtime.group import GRACE_S
+from flowinfer.runtime.watch import watch
+from flowinfer.serve.gateway import GatewayConfig
+from flowinfer.serve.mailbox import joined
+from flowinfer.serve.openai.job import Job, Limits
+from flowinfer.spec.hints import did_you_mean
+from flowinfer.testing.checks import Passed, Result, Run
+from flowinfer.testing.faults import Injector
+from flowinfer.testing.file import Case, Fault, RunExpect
+from flowinfer.testing.mocks import Outside, copied
+from flowinfer.testing.plain import error_answer, job_of
+from flowinfer.testing.world import Killed, SimWorker, World
+
+Given = dict[str, list[tuple[float, Message]]]  # messages of a recording by request, with seconds after the first
+SETTLE_S = 3 * GRACE_S + 0.5  # after the last end: what is held then is a leak
+MAX_VIRTUAL_S = 86_400.0
+
+
+def _die() -> None:
+    raise Killed
+
+
+class InlineRun:
+    """One run of a plan. Results of cases are there as soon as they end."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        cases: Sequence[Case],
+        faults: Sequence[Fault] = (),
+        expect: RunExpect | None = None,
+        given: Given | None = None,
+    ) -> None:
+        self.plan, self.cases, self.faults, self._given = plan, cases, faults, given or {}
+        self.clock = FakeClock(0.0)
+        self.results = {case.name: Result(case.name) for case in cases}
+        self._edges = {name: edge.where or "" for name, edge in expect.edges.items()} if expect else {}
+        self._passed: dict[str, list[Passed]] = {name: [] for name in self._edges}
+        self._injectors: list[Injector] = []
+        self._began: float | None = None
+        self._open: dict[str, Case] = {}
+        self._door: Door | CutDoor | None = None
+
+    def run(self) -> Run:
+        """Sends the cases, lets time pass until all have ended, and looks at what is left."""
+        before = _registry()
+        with contextlib.ExitStack() as stack:
+            stack.callback(lambda: [injector.close() for injector in self._injectors])
+            self.world = stack.enter_context(World(self.plan, self.clock, on_start=self._joined, on_death=self._died))
+            self._door = make_door(self.world.workers[self.world.front], self.plan, self._given)
+            self.world.run_until_idle()
+            self._began = self.clock.now()
+            for injector in self._injectors:
+                injector.begin(self._began)
+            self._drive()
+            self._settle()
+            lossy = any(fault.kind in ("drop_credit", "corrupt") for fault in self.faults)
+            left = self.world.leftovers(credit=not lossy)
+            totals = _totals(self.world.samples(), before)
+        counts = {name: generation - 1 for name, generation in self.world.generations.items()}
+        return Run(list(self.results.values()), self._passed, restarts(self.plan, counts), totals, left)
+
+    # -- the course of it ----------------------------------------------------------------------------------------------
+
+    def _drive(self) -> None:
+        waiting = list(self.cases)
+        while waiting or self._open:
+            self.world.run_until_idle()
+            due = self._due(waiting)
+            if due is not None and self._can_ask():
+                waiting.remove(due)
+                self._send(due)
+                continue
+            at = min(self.world.next_at(), self._next_case_at(waiting))
+            if at == inf or at > MAX_VIRTUAL_S:
+                self._stuck()
+                return
+            self.world.advance(at)
+
+    def _due(self, waiting: Sequence[Case]) -> Case | None:
+        """The next case whose time has come: cases without a time wait for all before them."""
+        now = self._elapsed()
+        for case in waiting:
+            if case.at is not None:
+                if case.at <= now:
+                    return case
+            elif case is waiting[0] and not self._open:
+                return case
+        return None
+
+    def _next_case_at(self, waiting: Sequence[Case]) -> float:
+        ahead = [case.at for case in waiting if case.at is not None and case.at > self._elapsed()]
+        return (self._began or 0.0) + min(ahead, default=inf)
+
+    def _elapsed(self) -> float:
+        return self.clock.now() - (self._began or 0.0)
+
+    def _can_ask(self) -> bool:
+        return self.world.front in self.world.workers
+
+    def _send(self, case: Case) -> None:
+        result = self.results[case.name]
+        result.sent = self.clock.now()
+        self._open[case.name] = case
+        assert self._door is not None
+        self._door.ask(case, partial(self._first, case.name), partial(self._end, case.name))
+
+    def _first(self, name: str) -> None:
+        result = self.results[name]
+        result.first = result.first or self.clock.now()
+
+    def _end(self, name: str, status: int | str, body: dict[str, Any]) -> None:
+        result = self.results[name]
+        if self._open.pop(name, None) is None:
+            self._twice(name)
+            return
+        result.status, result.body, result.ended = status, body, self.clock.now()
+
+    def _twice(self, name: str) -> None:
+        result = self.results[name]
+        result.status, result.body = "ended twice", {"error": {"message": "the request had more than one end"}}
+
+    def _stuck(self) -> None:
+        """Nothing will happen any more, and yet requests are open."""
+        held = "; ".join(self.world.leftovers()) or "nobody holds them"
+        for name in list(self._open):
+            self._end(name, "stuck", {"error": {"message": f"nothing happens any more, and it never ends: {held}"}})
+
+    def _settle(self) -> None:
+        until = self.clock.now() + SETTLE_S
+        while (at := self.world.next_at()) <= until:
+            self.world.advance(at)
+            self.world.run_until_idle()
+
+    # -- workers -------------------------------------------------------------------------------------------------------
+
+    def _joined(self, worker: SimWorker) -> None:
+        injector = Injector(worker, self.faults, _die)
+        self._injectors.append(injector)
+        if self._began is not None:
+            injector.begin(self._began)
+        for name, where in self._edges.items():
+            look_at(worker, name, where, self._passed[name].append, lambda: self._elapsed())
+        if self._began is not None and worker.name == self.world.front:
+            self._door = make_door(worker, self.plan, self._given)
+
+    def _died(self, name: str) -> None:
+        if name == self.world.front:
+            for case in list(self._open):
+                self._end(case, "lost", {"error": {"message": "the connection broke"}})
+
+
+def restarts(plan: Plan, counts: Mapping[str, int]) -> dict[str, int]:
+    """How often instances were started again, by instance, by worker and by stage."""
+    found = dict(counts)
+    for worker in plan.workers.values():
+        total = sum(count for name, count in counts.items() if name.rpartition(".")[0] == worker.name)
+        found |= dict.fromkeys((worker.name, *worker.stages), total)
+    return found
+
+
+def look_at(worker: Any, edge: str, where: str, note: Callable[[Passed], None], elapsed: Callable[[], float]) -> None:
+    """Notes what passes an edge that begins in this worker."""
+    plan = next((one for one in worker.plan.edges if one.name == edge), None)
+    if plan is None or plan.source not in worker.by_name:
+        return
+    holds = compile_where(where, type_registry.get(plan.message))
+
+    def look(message: Message) -> None:
+        good = holds(message)
+        note(Passed(elapsed(), tuple(requests_of(message)), good, "" if good else str(summarize(message))))
+
+    watch(worker, edge, look)
+
+
+# ------------------------------------------------------------------------------------------------------------ the door
+
+Ended = Callable[[int | str, dict[str, Any]], None]
+
+
+class Door:
+    """Where cases go in: the gateway of a whole pipeline, as HTTP would use it."""
+
+    def __init__(self, gateway: Any, plan: Plan) -> None:
+        config = GatewayConfig.of(plan)
+        self._gateway, self._model = gateway, config.models[0]
+        self._limits = Limits.of(config)
+
+    def ask(self, case: Case, first: Callable[[], None], end: Ended) -> None:
+        """Sends a request; `end` gets status and body."""
+        try:
+            job = job_of(case, body_of(case, self._model), self._limits, case.name)
+        except RequestError as error:
+            end(*error_answer(error))
+            return
+        _Answer(job, first, end).ask(self._gateway)
+
+
+def body_of(case: Case, model: str) -> bytes:
+    """Of a request; with a seed of its own name, so that each run draws the same."""
+    return json.dumps({"seed": zlib.crc32(case.name.encode()) >> 1, **case.body(model)}).encode()
+
+
+class _Answer:
+    """Gathers the pieces of one answer."""
+
+    def __init__(self, job: Job, first: Callable[[], None], end: Ended) -> None:
+        self.job, self._first, self._end = job, first, end
+        self._pieces: dict[str, list[Piece]] = {call.id: [] for call in job.calls}
+        self._is_over = False
+
+    def ask(self, gateway: Any) -> None:
+        gateway.submit_group(self.job.calls, self._take)
+
+    def _take(self, got: Piece | RequestError) -> None:
+        if isinstance(got, RequestError):
+            self._over(*error_answer(got))
+            return
+        self._first()
+        self._pieces[got.id].append(got)
+        if all(pieces and pieces[-1].finish is not None for pieces in self._pieces.values()):
+            whole = self.job.writer.whole([joined(self._pieces[call.id]) for call in self.job.calls])
+            self._over(200, json.loads(whole))
+
+    def _over(self, status: int, body: dict[str, Any]) -> None:
+        if status == 200 or not self._is_over:  # a group of calls fails once
+            self._is_over = True
+            self._end(status, body)
+
+
+class CutDoor:
+    """Where cases go into a cut: messages, to the stage that stands around it."""
+
+    def __init__(self, outside: Outside, plan: Plan, given: Given) -> None:
+        self._outside, self._plan, self._given = outside, plan, given
+        config = GatewayConfig.of(plan)
+        self._model = config.models[0]
+        self._limits = Limits.of(config)
+
+    def ask(self, case: Case, first: Callable[[], None], end: Ended) -> None:
+        """Puts a message in; `end` gets what came out, told as an answer of the API."""
+        where = compile_where(case.expect.where if case.expect and case.expect.where else "")
+        out: list[Message] = []
+
+        def take(request: str, got: Message | RequestError | None) -> None:
+            if isinstance(got, RequestError):
+                end(*error_answer(got))
+            elif got is not None:
+                first()
+                out.append(got)
+            else:
+                wrong = [str(summarize(message)) for message in out if not where(message)]
+                end(200, {"choices": [{"text": by_request(out).get(request, "")}], "wrong": wrong})
+
+        context = self._outside.ctx
+        for after, message in self._given.get(case.name) or [(0.0, self._message(case))]:
+            self._outside.expect(message, take)
+            at = context.clock.now() + after
+            context.call_at(at, lambda message=message: self._outside.give(copied(message)))  # type: ignore[misc]
+
+    def _message(self, case: Case) -> Message:
+        (edge, *_) = [edge for edge in self._plan.edges if edge.source == API]
+        if case.message is not None:
+            return made_message(edge.message, case.name, case.message)
+        return job_of(case, body_of(case, self._model), self._limits, case.name).calls[0]
+
+
+def made_message(kind: str, name: str, fields: dict[str, Any]) -> Message:
+    """A message of this type from plain fields. Raises FlowInferError that names the field."""
+    cls = type_registry[kind]
+    fields = dict(fields)
+    if "num_tokens" in fields:
+        fields["tokens"] = [1] * int(fields.pop("num_tokens"))
+    arrays = {key: np.array(value, np.int32) for key, value in fields.items() if key in ("tokens", "counts")}
+    plain: dict[str, Any] = {"id": name, "sampling": {}} | {key: v for key, v in fields.items() if key not in arrays}
+    unknown = [key for key in plain if key not in cls.__struct_fields__ and key not in ("id", "sampling")]
+    if unknown:
+        raise FlowInferError(
+            f"{kind} has no field {unknown[0]!r}.", help=did_you_mean(unknown[0], cls.__struct_fields__)
+        )
+    values: dict[str, Any] = {}
+    for field in msgspec.structs.fields(cls):
+        if field.name in arrays:
+            values[field.name] = arrays[field.name]
+        elif field.name in plain:
+            try:
+                values[field.name] = convert(plain[field.name], field.type)
+            except msgspec.MsgspecError as error:
+                raise FlowInferError(f"{field.name} of {kind}: {error}.") from error
+    return cls(**values)
+
+
+def convert(value: Any, kind: Any) -> Any:
+    """A plain value as a field's type; maps stand for the structs inside."""
+    if isinstance(value, dict) and isinstance(kind, type) and issubclass(kind, msgspec.Struct):
+        fields = {field.name: field.type for field in msgspec.structs.fields(kind)}
+        return kind(**{name: convert(inner, fields.get(name, Any)) for name, inner in value.items()})
+    return msgspec.convert(value, kind)
+
+
+def make_door(worker: SimWorker, plan: Plan, given: Given) -> Door | CutDoor:
+    """The way in of a running world."""
+    stage = worker.by_name[API].stage
+    return CutDoor(stage, plan, given) if isinstance(stage, Outside) else Door(stage, plan)
+
+
+def _registry() -> dict[str, float]:
+    return _summed(metrics.snapshot())
+
+
+def _totals(samples: Sequence[metrics.Sample], before: dict[str, float]) -> dict[str, float]:
+    """Metrics by name, summed; those of the process by how much they grew."""
+    grown = {name: value - before.get(name, 0.0) for name, value in _registry().items()}
+    own = _summed(samples)
+    return {name: grown.get(name, 0.0) + own.get(name, 0.0) for name in {**grown, **own}}
+
+
+def _summed(samples: Sequence[metrics.Sample]) -> dict[str, float]:
+    found: dict[str, float] = {}
+    for name, _, value in samples:
+        short = name.removeprefix("flowinfer:")
+        found[short] = found.get(short, 0.0) + value
+    return found
