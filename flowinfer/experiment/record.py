@@ -29,7 +29,7 @@ class Recorded(msgspec.Struct):
 
 def path_of(run: Run) -> Path:
     """Where the record of a run lies, beside the journals."""
-    stamp = time.strftime("%Y%m%d-%H%M%S", time.localtime(run.at))
+    stamp = time.strftime("%Y%m%d-%H%M%S", time.localtime(run.at)) + f"-{int(run.at * 1e6) % 1_000_000:06}"
     return folder() / "experiments" / f"{_plain(run.service)}.{_plain(run.name)}.{stamp}.jsonl"
 
 
