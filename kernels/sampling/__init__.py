@@ -93,7 +93,7 @@ def _sample_host(
     chosen = np.empty(len(rows), np.int64)
     settings = zip(*(column.tolist() for column in params), strict=True)
     for i, (row, (temperature, top_k, top_p, min_p, key), edit) in enumerate(zip(rows, settings, edits, strict=True)):
-        values = logits[row] if edit is None else _edited(logits[row], edit, host.scaled)
+        values = logits[row] if edit is None else _edited(logits[row], edit, host)
         if temperature > 0:
             chosen[i] = host.sample(values, temperature, top_k, top_p, min_p, key)
         else:
@@ -102,7 +102,10 @@ def _sample_host(
     return chosen
 
 
-def _edited(row: F32, edit: RowEdits, out: F32) -> F32:
+def _edited(row: F32, edit: RowEdits, host: RowSampler) -> F32:
+    if edit.allowed is not None and not edit.bias_tokens.size and not edit.seen.size:
+        return host.masked(row, edit.allowed)
+    out = host.scaled
     np.copyto(out, row)
     out[edit.bias_tokens] += edit.bias
     if edit.seen.size:
@@ -111,9 +114,7 @@ def _edited(row: F32, edit: RowEdits, out: F32) -> F32:
             repetition = np.float32(edit.repetition)
             values = np.where(values > 0, values / repetition, values * repetition)
         out[edit.seen] = values - edit.subtract if edit.subtract.size else values
-    if edit.allowed is not None:
-        np.copyto(out, np.float32(-np.inf), where=_blocked(edit.allowed, out.size))
-    return out
+    return out if edit.allowed is None else host.masked(out, edit.allowed)
 
 
 def _blocked(allowed: NDArray[np.uint8], vocab: int) -> NDArray[np.bool_]:

@@ -16,6 +16,10 @@ F32 = NDArray[np.float32]
 I64 = NDArray[np.int64]
 
 
+_BITS = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
+_CEILINGS = np.where(_BITS > 0, np.float32(np.inf), np.float32(-np.inf))  # float32 [256, 8]
+
+
 class RowSampler:
     """Samples rows of one vocabulary; holds the buffers that a row needs, so it belongs to one thread."""
 
@@ -26,6 +30,17 @@ class RowSampler:
         self.flags = np.empty(vocab, np.bool_)
         self.bits = np.empty((2, vocab), np.uint32)
         self.spread = spread_tokens(vocab)
+        self._ceilings = np.empty(((vocab + 7) // 8, 8), np.float32)
+
+    def masked(self, row: F32, allowed: NDArray[np.uint8]) -> F32:
+        """The row, in self.scaled, with -inf where the bits `allowed`, the lowest id in the lowest bit, aren't set.
+
+        allowed may be longer than the row. A byte of bits becomes eight ceilings by one look-up: 10 us for 49,152
+        tokens whatever is allowed, where a masked copy takes 20 to 380, as it mispredicts branches. fmin: what is
+        blocked stays so even where the row holds a NaN, and a NaN that is allowed becomes +inf, which is refused too.
+        """
+        np.take(_CEILINGS, allowed[: len(self._ceilings)], axis=0, out=self._ceilings, mode="clip")
+        return np.fmin(row, self._ceilings.reshape(-1)[: row.size], out=self.scaled)
 
     def sample(self, row: F32, temperature: float, top_k: int, top_p: float, min_p: float, key: int) -> int:
         """The token of one row, or -1 where the logits hold a NaN or nothing finite. `row` may be self.scaled."""

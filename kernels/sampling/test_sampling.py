@@ -113,6 +113,31 @@ def test_rows_that_are_not_finite_give_minus_one(bad: float, temperature: float)
     assert argmax(logits).tolist() == [0, -1]
 
 
+@pytest.mark.parametrize("vocab", [1, 7, 8, 31, 33, 200])
+@pytest.mark.parametrize("spare", [0, 1, 4])
+def test_only_what_the_bits_allow_is_chosen(vocab: int, spare: int) -> None:
+    rng = np.random.default_rng(vocab)
+    logits = normal_logits(3, vocab, 2.0, seed=5)
+    for share in (0.1, 0.9):
+        flags = rng.random(vocab) < share
+        flags[rng.integers(vocab)] = True
+        bits = np.concatenate([np.packbits(flags, bitorder="little"), np.full(spare, 255, np.uint8)])
+        edits = [RowEdits(allowed=bits)] * 3
+        greedy = sample(logits, [0, 1, 2], params(3, 0.0, 0, 1.0, 0.0), edits)
+        masked = np.where(flags, logits.numpy(), -np.inf)
+        assert greedy.tolist() == masked.argmax(1).tolist()
+        assert flags[sample(logits, [0, 1, 2], params(3, 1.0, 0, 1.0, 0.0), edits)].all()
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_nan_counts_only_where_it_is_allowed(temperature: float) -> None:
+    logits = torch.zeros(2, 16)
+    logits[:, 3] = torch.nan
+    allowed = [np.packbits(np.arange(16) != 3, bitorder="little"), np.full(2, 255, np.uint8)]
+    found = sample(logits, [0, 1], params(2, temperature, 0, 1.0, 0.0), [RowEdits(allowed=bits) for bits in allowed])
+    assert found[0] >= 0 and found[1] == -1
+
+
 def test_other_dtypes_are_refused() -> None:
     with pytest.raises(KernelUnsupported, match="bfloat16"):
         sample(torch.zeros(1, 4, dtype=torch.bfloat16), [0], params(1, 1.0, 0, 1.0, 0.0), [None])

@@ -12,6 +12,8 @@ from collections.abc import Callable
 
 import numpy as np
 import torch
+from llguidance import LLExecutor
+from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask_par
 
 from flowinfer.engine import hub
 from flowinfer.engine.grammar import Grammars
@@ -34,6 +36,12 @@ SCHEMA = {
     "required": ["name", "age", "mail", "role", "tags", "address"],
     "additionalProperties": False,
 }
+
+
+ANSWER = (
+    '{"name": "Ada King", "age": 36, "mail": "ada@lovelace.org", "role": "admin", "tags": ["first", "second"], '
+    '"address": {"street": "Main street 12", "city": "London"}}'
+)
 
 
 def timed(fn: Callable[[], object]) -> float:
@@ -62,6 +70,19 @@ def step_ms(sampler: Sampler, count: int, grammar: Grammar | None) -> float:
     return statistics.median(times)
 
 
+def masks_ms(engine: GuidanceEngine, grammar: Grammar, ids: list[int]) -> tuple[float, float]:
+    """Milliseconds for the masks of 64 sequences along an answer: one after the other, and by llguidance's threads."""
+    start = engine.matcher(grammar)
+    matchers = [start.deep_copy() for _ in range(64)]
+    for place, matcher in enumerate(matchers):
+        matcher.try_consume_tokens(ids[: place % len(ids)])
+    bits, threads = allocate_token_bitmask(64, engine.vocab_size), LLExecutor(2)
+    pairs = [(matcher, place) for place, matcher in enumerate(matchers)]
+    serial = [timed(lambda: [matcher.compute_bitmask() for matcher in matchers]) for _ in range(9)]
+    parallel = [timed(lambda: fill_next_token_bitmask_par(threads, pairs, bits)) for _ in range(9)]
+    return statistics.median(serial), statistics.median(parallel)
+
+
 def main() -> None:
     """Prints the table."""
     torch.set_num_threads(1)
@@ -73,6 +94,8 @@ def main() -> None:
     print(f"check in the front worker {statistics.median(timed(lambda: check(grammar)) for _ in range(20)):.2f} ms")
     compiling = [timed(lambda: made[0].compile(grammar)) for _ in range(10)]
     print(f"compile: first {compiling[0]:.1f} ms, then {statistics.median(compiling[1:]):.1f} ms")
+    one, many = masks_ms(made[0], grammar, tokenizer.encode_plain(ANSWER).tolist())
+    print(f"masks of 64 sequences: {one:.2f} ms one by one, {many:.2f} ms by llguidance's own two threads")
     grammars = Grammars(lambda: made[0])
     sampler = Sampler(max_slots=64, vocab_size=tokenizer.vocab_size, eos_token_ids=tokenizer.eos_ids, grammars=grammars)
     print(f"{'sequences':>10} {'free ms':>9} {'grammar ms':>11} {'us a row more':>14}")

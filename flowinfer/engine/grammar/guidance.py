@@ -38,6 +38,7 @@ class GuidanceEngine:
     ) -> None:
         """token_bytes: of every id of the model.  encode: text to ids, for canonical forced tokens."""
         table = _Table(token_bytes, control_ids, eos_ids, encode)
+        self.vocab_size = len(token_bytes)
         self._tokenizer = LLTokenizer(TokenizerWrapper(table), n_vocab=len(token_bytes), eos_token=sorted(eos_ids))
 
     @classmethod
@@ -52,12 +53,17 @@ class GuidanceEngine:
 
     def compile(self, grammar: Grammar) -> GuidanceGrammar:
         """1 to 6 ms for a schema. Raises RequestError 400 naming the field."""
-        matcher = LLMatcher(self._tokenizer, _source(grammar), log_level=0)
-        if matcher.is_error():
-            raise grammar_error(grammar, matcher.get_error())
+        matcher = self.matcher(grammar)
         if not GuidanceMatcher(matcher).allowed().any():
             raise grammar_error(grammar, "no text of this model's tokens matches it.")
         return GuidanceGrammar(matcher)
+
+    def matcher(self, grammar: Grammar) -> LLMatcher:
+        """llguidance's own matcher at the beginning. Raises RequestError 400."""
+        matcher = LLMatcher(self._tokenizer, _source(grammar), log_level=0)
+        if matcher.is_error():
+            raise grammar_error(grammar, matcher.get_error())
+        return matcher
 
 
 class GuidanceGrammar:
