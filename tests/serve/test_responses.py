@@ -265,6 +265,18 @@ def test_log_probabilities_go_with_the_text(start: Any, fields: dict[str, Any]) 
     assert bare.output[0].content[0].logprobs == []
 
 
+def test_extensions_of_chats_are_honoured_here_too(service: Any) -> None:
+    extensions = {"ignore_eos": True, "stop": ["END"], "top_k": 5, "seed": 3, "min_tokens": 2, "logit_bias": {"7": 1}}
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(service.client().responses.create, model="tiny", input="x", extra_body=extensions)
+        call = service.next_call()
+        service.say(call.id, "y", finish="stop")
+        assert asked.result().output_text == "y"
+    sampling = call.sampling
+    assert (sampling.ignore_eos, sampling.stop, sampling.top_k, sampling.seed) == (True, ("END",), 5, 3)
+    assert (sampling.min_tokens, sampling.logit_bias) == (2, {7: 1.0})
+
+
 def test_deltas_are_padded_where_that_is_asked_for(start: Any) -> None:
     client = start(pieces).client()
     options: Any = {"include_obfuscation": True}

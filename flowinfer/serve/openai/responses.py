@@ -48,6 +48,7 @@ class ResponseStreamOptions(msgspec.Struct, forbid_unknown_fields=True):
     """`stream_options` of a request."""
 
     include_obfuscation: bool | None = None
+    include_usage: bool | None = None  # extension: the last event tells the usage in any case
 
 
 class ResponsesRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
@@ -87,7 +88,18 @@ class ResponsesRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True)
     top_p: float | None = None
     truncation: str | None = None
     user: str | None = None
-    cache_salt: str | None = None  # extensions, as in chats
+    cache_salt: str | None = None  # extensions, as in chats, from here on
+    frequency_penalty: float | None = None
+    ignore_eos: bool | None = None
+    logit_bias: dict[str, float] | None = None
+    min_p: float | None = None
+    min_tokens: int | None = None
+    presence_penalty: float | None = None
+    repetition_penalty: float | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    top_k: int | None = None
     cache_class: str | None = None
     cache_retention: str | int | None = None
 
@@ -103,6 +115,20 @@ NEUTRAL: tuple[tuple[str, tuple[Any, ...]], ...] = (
     ("prompt_cache_options", ()),
     ("prompt_cache_retention", ("in_memory", "in-memory", DAY)),
     ("truncation", ("disabled",)),
+)
+_AS_IN_CHATS = (
+    "cache_salt",
+    "frequency_penalty",
+    "ignore_eos",
+    "logit_bias",
+    "min_p",
+    "min_tokens",
+    "presence_penalty",
+    "repetition_penalty",
+    "seed",
+    "stop",
+    "stop_token_ids",
+    "top_k",
 )
 LOGPROBS = "message.output_text.logprobs"
 INCLUDABLE = (LOGPROBS, "reasoning.encrypted_content")  # nothing here is encrypted: reasoning comes as it is
@@ -172,7 +198,7 @@ def _chat(request: ResponsesRequest, messages: Messages) -> dict[str, Any]:
         "top_p": request.top_p,
         "user": request.user,
         "verbosity": text.verbosity,
-        "cache_salt": request.cache_salt,
+        **{name: getattr(request, name) for name in _AS_IN_CHATS},
         "cache_class": request.cache_class,
         "cache_retention": request.cache_retention,
         "prompt_cache_retention": request.prompt_cache_retention,
