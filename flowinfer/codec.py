@@ -144,7 +144,7 @@ class Codec:
         cls = type_registry.get(header.type)
         if cls is None or cls.local or header.cost < 0:
             raise CodecError(f"unknown message type {header.type!r}.")
-        if header.schema != schema_of(cls):
+        if not self._is_known(cls, header):
             raise CodecError(f"{header.sender} has another {header.type}.", help="Run one version in all workers.")
         if header.type not in self._decoders:
             self._decoders[header.type] = self._decoder(cls)
@@ -153,6 +153,10 @@ class Codec:
             self._headers.clear()
         self._headers[raw] = header
         return header
+
+    def _is_known(self, cls: type[Message], header: Header) -> bool:
+        """Whether the sender's messages of this type have the fields that ours have."""
+        return header.schema == schema_of(cls)
 
     def _decoder(self, cls: type[Message]) -> msgspec.msgpack.Decoder[list[Message]]:
         wanted: Any = list[cls]  # type: ignore[valid-type]

@@ -6,33 +6,40 @@ import importlib.util
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from flowinfer.errors import FlowInferError
 
+if TYPE_CHECKING:
+    from flowinfer.testing import Outcome
+
 
 @click.command()
 @click.argument("paths", nargs=-1, type=click.Path(exists=True, path_type=Path))
 @click.option("--url", help="Run against this running service instead of in this process.")
-def test(paths: tuple[Path, ...], url: str | None) -> None:
+@click.option("--real", is_flag=True, help="Run over true processes: real workers, sockets and kill -9.")
+def test(paths: tuple[Path, ...], url: str | None, real: bool) -> None:
     """Runs test files (*_test.yaml), or those beside a pipeline, or all in a folder (default: pipelines).
 
+    Faults, mocks and cuts run in virtual time, in milliseconds; with --real in true time, over true processes.
     In a folder that holds test_*.py, as that of a stage, those are run by pytest, without plugins.
     Exit code 1 when a case fails.
     """
     from rich.console import Console
 
+    if url and real:
+        raise click.UsageError("Give either --url or --real.")
     console = Console(highlight=False, soft_wrap=True)
     num_failed = num_run = num_broken = 0
     for folder in [path for path in paths if path.is_dir() and any(path.glob("test_*.py"))]:
         num_broken += not _pytest(folder)
     for path in _files(paths or (Path("pipelines"),)):
-        from flowinfer.testing import run_inline, run_over_http
-
         console.print(str(path), style="bold")
-        for outcome in run_over_http(path, url) if url else run_inline(path):
+        for outcome in _outcomes(path, url, real):
             num_run += 1
             num_failed += bool(outcome.problems)
             console.print("  [red]failed[/]" if outcome.problems else "  [green]passed[/]", outcome.name)
@@ -42,6 +49,14 @@ def test(paths: tuple[Path, ...], url: str | None) -> None:
     if not only_python:
         console.print(f"{num_run - num_failed} passed, {num_failed} failed")
     sys.exit(1 if num_failed or num_broken or not (num_run or only_python) else 0)
+
+
+def _outcomes(path: Path, url: str | None, real: bool) -> Iterator[Outcome]:
+    from flowinfer.testing import run_inline, run_over_http, run_real
+
+    if url:
+        return run_over_http(path, url)
+    return run_real(path) if real else run_inline(path)
 
 
 def _pytest(folder: Path) -> bool:

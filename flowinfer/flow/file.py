@@ -9,7 +9,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO, get_args
 
 import msgspec
 
@@ -24,7 +24,10 @@ _LENGTH = struct.Struct("<I")
 
 
 class Header(msgspec.Struct, kw_only=True):
-    """What was recorded. digest: of the plan; types: schema digest of each message type; skipped: edges left out."""
+    """What was recorded. digest: of the plan; types: schema digest of each message type; skipped: edges left out.
+
+    fields: of each message type and of the structs inside, so that a type that has grown since can still be read.
+    """
 
     file: str
     overlays: tuple[str, ...] = ()
@@ -34,6 +37,7 @@ class Header(msgspec.Struct, kw_only=True):
     edges: tuple[str, ...]
     skipped: tuple[str, ...] = ()
     wall: float = 0.0
+    fields: dict[str, tuple[str, ...]] = {}
 
 
 class Record(msgspec.Struct):
@@ -105,15 +109,53 @@ def _parts(data: bytes) -> tuple[list[bytes], bool]:
 
 
 def _check_types(header: Header, path: Path) -> None:
+    """A type may have grown: fields behind those that were recorded, with defaults."""
     for name, digest in header.types.items():
         cls = type_registry.get(name)
-        if cls is None or schema_of(cls) != digest:
+        if cls is None or (schema_of(cls) != digest and not _has_only_grown(cls, header.fields)):
             message = f"{path} holds messages of type {name} as another version of FlowInfer has them."
-            raise FlowInferError(message, help="Replay it with the version that recorded it.")
+            raise FlowInferError(message, help="Record it again, or replay it with the version that recorded it.")
+
+
+def _has_only_grown(cls: type[Message], recorded: dict[str, tuple[str, ...]]) -> bool:
+    now = fields_of(cls)
+    for name, fields in now.items():
+        before = recorded.get(name)
+        if before is None and name == cls.__name__:
+            return False
+        if before is not None and (
+            tuple(fields)[: len(before)] != before or not all(list(fields.values())[len(before) :])
+        ):
+            return False
+    return True
+
+
+def fields_of(cls: type[Message]) -> dict[str, dict[str, bool]]:
+    """Names of the fields of a message type and of the structs inside it, each with whether it has a default."""
+    found: dict[str, dict[str, bool]] = {}
+    _walk(cls, found)
+    return found
+
+
+def _walk(kind: Any, found: dict[str, dict[str, bool]]) -> None:
+    if isinstance(kind, type) and issubclass(kind, msgspec.Struct) and kind.__name__ not in found:
+        fields = msgspec.structs.fields(kind)
+        found[kind.__name__] = {field.encode_name: not field.required for field in fields}
+        for field in fields:
+            _walk(field.type, found)
+    for inner in get_args(kind):
+        _walk(inner, found)
+
+
+class _OldCodec(Codec):
+    """Reads messages whose types have been checked by the header of the file."""
+
+    def _is_known(self, cls: type[Message], header: FrameHeader) -> bool:
+        return True
 
 
 def _records(parts: Sequence[bytes], path: Path) -> Iterator[Record]:
-    codec = Codec()
+    codec = _OldCodec()
     for number, part in enumerate(parts, start=1):
         try:
             at, edge, frames = msgspec.msgpack.decode(part, type=tuple[float, str, list[bytes]])

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from flowinfer.codec import schema_of
-from flowinfer.flow.file import EVENTS, Header, Writer
+from flowinfer.flow.file import EVENTS, Header, Writer, fields_of
 from flowinfer.graph.plan import EdgePlan, Plan
 from flowinfer.message import Cancel, Ended, Event, Message, type_registry
 from flowinfer.runtime.local import LocalService
@@ -29,6 +29,7 @@ def header_of(plan: Plan, overlays: Sequence[str], sets: Sequence[str]) -> Heade
         edges=tuple(edge.name for edge in kept),
         skipped=tuple(edge.name for edge in plan.edges if edge not in kept),
         wall=time.time(),
+        fields={name: tuple(fields) for message in names for name, fields in fields_of(type_registry[message]).items()},
     )
 
 

@@ -2,6 +2,6 @@
 
 from flowinfer.testing.checks import Outcome
 from flowinfer.testing.file import PipelineTest
-from flowinfer.testing.run import run_inline, run_over_http
+from flowinfer.testing.run import run_inline, run_over_http, run_real
 
-__all__ = ["Outcome", "PipelineTest", "run_inline", "run_over_http"]
+__all__ = ["Outcome", "PipelineTest", "run_inline", "run_over_http", "run_real"]

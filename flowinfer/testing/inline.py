@@ -32,9 +32,9 @@ from flowinfer.testing.faults import Injector
 from flowinfer.testing.file import Case, Fault, RunExpect
 from flowinfer.testing.mocks import Outside, copied
 from flowinfer.testing.plain import error_answer, job_of
+from flowinfer.testing.prepared import Given
 from flowinfer.testing.world import Killed, SimWorker, World
 
-Given = dict[str, list[tuple[float, Message]]]  # messages of a recording by request, with seconds after the first
 SETTLE_S = 3 * GRACE_S + 0.5  # after the last end: what is held then is a leak
 MAX_VIRTUAL_S = 86_400.0
 

@@ -6,6 +6,7 @@ import contextlib
 import time
 from pathlib import Path
 
+import msgspec
 import pytest
 from click.testing import CliRunner
 from hypothesis import HealthCheck, given, settings
@@ -13,12 +14,12 @@ from hypothesis import strategies as st
 
 from flowinfer.cli import main
 from flowinfer.errors import FlowInferError
-from flowinfer.flow.file import Recording, read
+from flowinfer.flow.file import Recording, Writer, fields_of, read
 from flowinfer.flow.record import Recorder, header_of
 from flowinfer.flow.replay import against, by_request, cut, replay
 from flowinfer.graph import load_plan
 from flowinfer.graph.plan import Plan
-from flowinfer.message import Call, Finish, Piece, Sampling, Text
+from flowinfer.message import Call, Finish, Piece, Prompt, Sampling, Text
 from flowinfer.runtime.local import LocalService
 
 STAGES = '''
@@ -235,3 +236,25 @@ def test_what_is_no_recording(tmp_path: Path) -> None:
     (tmp_path / "x").write_bytes(b"hello")
     with pytest.raises(FlowInferError, match="is no recording"):
         read(tmp_path / "x")
+
+
+def test_a_recording_outlives_fields_that_its_messages_have_got_since(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a file of before `deadline` and what stands behind it: the rest of each message isn't there."""
+    recording = read(file)
+    texts = prompts(recording, "split -> reverse")
+    old = msgspec.structs.replace(recording.header)
+    kept = fields_of(Prompt)["Prompt"]
+    number = list(kept).index("deadline")
+    old.types = old.types | {"Prompt": "older"}
+    old.fields = old.fields | {"Prompt": tuple(kept)[:number]}
+    writer = Writer(file, old)
+    for record in recording.records:
+        writer.add(record.at, record.edge, record.message)
+    writer.close()
+    assert prompts(read(file), "split -> reverse") == texts
+    old.fields = old.fields | {"Prompt": ("id", "words")}
+    Writer(file, old).close()
+    with pytest.raises(FlowInferError, match="messages of type Prompt as another version"):
+        read(file)
