@@ -1,10 +1,11 @@
-"""How long text takes in the front worker: a chat to ids, a decode step of 64 sequences to text.
+"""How long text takes in the front worker: a chat to ids, a decode step of 64 sequences to text, answers taken apart.
 
 Run: python tests/bench/bench_text.py [model]. Prints medians and the fastest of many rounds; one thread.
 """
 
 from __future__ import annotations
 
+import json
 import statistics
 import sys
 import time
@@ -14,9 +15,11 @@ from typing import Any
 import numpy as np
 
 from flowinfer.engine.hub import resolve
-from flowinfer.message import Call, Finish, Opening, Sampling, Tokens
+from flowinfer.message import Call, Finish, Opening, ReplyFormat, Sampling, Tokens
 from flowinfer.stages.detokenize.stage import Detokenize
 from flowinfer.stages.recipe_tokenize.stage import RecipeTokenize
+from flowinfer.text.reply import open_parser
+from flowinfer.text.reply.formats import TOOL_FORMATS
 from flowinfer.text.tokenizer import TextTokenizer, load_tokenizer
 
 PROSE = "The quick brown fox jumps over the lazy dog, and some more prose stands here to be read by a model. "
@@ -56,6 +59,44 @@ def bench_step(tokenizer: TextTokenizer, context: Any, num_tokens: int, stops: t
     stage.step([Tokens(step=2, ids=ids, counts=counts * 0, tokens=counts[:0], finished=dict.fromkeys(range(64), _END))])
 
 
+def answer_of(name: str, num_chars: int) -> str:
+    """A long answer in this format: reasoning, text, a call with a long value, in about equal parts."""
+    part = (PROSE * (num_chars // len(PROSE) // 3 + 1))[: num_chars // 3]
+    if name == "harmony":
+        head = "<|channel|>analysis<|message|>{}<|end|><|start|>assistant<|channel|>final<|message|>{}<|end|><|start|>"
+        call = "assistant<|channel|>commentary to=functions.look <|constrain|>json<|message|>"
+        return head.format(part, part) + call + json.dumps({"city": part}) + "<|call|>"
+    written = TOOL_FORMATS[name].written
+    if written.text is None:
+        value = json.dumps({"city": part})
+    else:
+        value = written.text[0].replace("{key}", "city") + part + written.text[1]
+    said = "" if TOOL_FORMATS[name].at_start else part
+    call = written.before + written.head.replace("{name}", "look") + value + written.tail + written.after
+    return f"<think>{part}</think>\n\n{said}{call}"
+
+
+def bench_parsers() -> None:
+    """Megabytes a second of one stream, in pieces of a token's usual four characters."""
+    print(f"\n{'parser, MB/s of one stream':<58} {'median':>9} {'slowest':>9}")
+    for name in (*TOOL_FORMATS, "harmony"):
+        text = answer_of(name, 200_000)
+        pieces = [text[at : at + 4] for at in range(0, len(text), 4)]
+        reasoning = "harmony" if name == "harmony" else "think"
+        form = ReplyFormat(reasoning=reasoning, tools=name, strings={"look": ("city",)})
+        speeds = []
+        for _ in range(5):
+            parser = open_parser(form, call_prefix="x")
+            start = time.perf_counter()
+            for piece in pieces:
+                parser.push(piece)
+                parser.delta.clear()
+            parser.finish()
+            speeds.append(len(text.encode()) / 1e6 / (time.perf_counter() - start))
+            assert parser.delta.num_calls == 1, name
+        print(f"{name:<58} {statistics.median(speeds):9.2f} {min(speeds):9.2f}")
+
+
 _END = Finish(reason="length")
 
 
@@ -68,6 +109,7 @@ def main() -> None:
     bench_step(tokenizer, context, 1, ())
     bench_step(tokenizer, context, 1, ("\n\n", "User:", "###"))
     bench_step(tokenizer, context, 4, ())
+    bench_parsers()
 
 
 if __name__ == "__main__":
