@@ -28,7 +28,7 @@ LAYERS = (
     ("stages",),
     ("runtime", "experiment"),
     ("serve",),
-    ("testing", "fakes", "compare", "flow", "sim", "train"),
+    ("testing", "fakes", "compare", "flow", "sim", "train", "bench"),
     ("cli",),
 )
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}

@@ -82,6 +82,7 @@ class Engine:
         self._pins: dict[tuple[str, str], list[int]] = {}
         self._keeper: object = None
         self.last_step = (0, 0, 0.0)  # tokens, query-key pairs, seconds of the last forward pass
+        self.busy_s = 0.0  # of all forward passes that were waited for
         self._down: dict[str, list[KVRelease]] = {}  # dead owners, and what their successors must be told
         for request, (lessee, blocks) in arena.quarantined.items():
             self.pool.quarantine(blocks)
@@ -274,6 +275,7 @@ class Engine:
         if device.type == "cuda":
             torch.cuda.synchronize(device)  # the step budget is about the device's time, not about starting its work
         self.last_step = (len(tokens), pairs, time.perf_counter() - began)
+        self.busy_s += self.last_step[2]
         return logits
 
     def decode_graphs(self, batch: Batch) -> DecodeGraphs | None:
@@ -400,7 +402,7 @@ def sized_arena(arena: Arena, layout: KVLayout, device: str) -> Arena:
 def _eviction(ctx: Context, num_blocks: int) -> Eviction:
     """Of the pool, as the graph's cache-lookup sets it."""
     kinds = [settings["eviction"] for settings in ctx.settings_of("cache-lookup") if "eviction" in settings]
-    return make_eviction(kinds[0] if kinds else "lru", num_blocks)
+    return make_eviction(kinds[0] if kinds else "density", num_blocks)
 
 
 def _arena_tensor(arena: Arena, layout: KVLayout, device: str) -> torch.Tensor:

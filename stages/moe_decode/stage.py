@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from flowinfer.engine.batch import Batch
     from flowinfer.engine.engine import Engine
     from flowinfer.engine.grammar import GrammarEngine
-    from flowinfer.stages.moe_decode.overlap import Overlap
     from flowinfer.engine.lower_tiers import LowerTiers
+    from flowinfer.stages.moe_decode.overlap import Overlap
 
 MAX_DRAFTS = 8
 AHEAD = 2  # steps started and not yet looked at, right after a start
@@ -112,7 +112,7 @@ class MoeDecode(Stage):
     @property
     def busy(self) -> bool:
         """While sequences wait for a slot or are computed again, or a step is on its way; proposals drive the rest."""
-        return bool(self.overlap) or not self.stalled and bool(self.waiting or self.resuming or self.batch.joined)
+        return bool(self.overlap) or (not self.stalled and bool(self.waiting or self.resuming or self.batch.joined))
 
     def step(self, sequences: list[Sequence], proposals: list[Proposal]) -> Iterable[Logits]:
         """One decode step over the proposed tokens and over sequences that have just come."""
@@ -239,8 +239,11 @@ class MoeDecode(Stage):
 
     # ---------------------------------------------------------------------------------------------- blocks, preemption
 
-    def _with_room(self, slots: Ids, counts: Ids, tokens: Ids) -> tuple[Ids, Ids, Ids]:
-        """Allocates the blocks that this step writes; while they don't suffice, preempts the youngest."""
+    def _with_room(self, slots: Ids, counts: Ids, tokens: Ids, *, may_preempt: bool = True) -> tuple[Ids, Ids, Ids]:
+        """Allocates the blocks that this step writes; while they don't suffice, preempts the youngest.
+
+        Nobody runs where it may not.
+        """
         batch = self.batch
         pending = self.overlap.pending(slots) if self.overlap else 0
         wanted = batch.num_tokens[slots] + counts - 1 + pending
@@ -251,6 +254,8 @@ class MoeDecode(Stage):
         for i in np.flatnonzero(short).tolist():
             slot = int(slots[i])
             while batch.ids[slot] is not None and not self._grow(slot, int(wanted[i])):
+                if not may_preempt:
+                    return _NONE, _NONE, _NONE
                 preempted = True
                 self._preempt(youngest([s for s in range(batch.max_slots) if batch.ids[s] is not None], self.admitted))
         if not preempted:
@@ -361,7 +366,8 @@ class MoeDecode(Stage):
             if not overlap.fits(slots):
                 break
             ones = np.ones(len(slots), np.int32)
-            slots, _, _ = self._with_room(slots, ones, ones)
+            # A preemption throws away what is in flight: a sequence alone in a full memory would never get on.
+            slots, _, _ = self._with_room(slots, ones, ones, may_preempt=not overlap)
             if not slots.size:
                 break
             self.ran[slots] = self.batch.version[slots]

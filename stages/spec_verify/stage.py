@@ -105,6 +105,7 @@ class SpecVerify(Stage):
         """Drafts anew, from the histories that there are. Only while no draft is under way."""
         batch = self.batch
         self.max_drafts = min(config.tokens, batch.max_drafts) if config.draft == "ngram" else 0
+        batch.drafting = self.max_drafts > 0
         self.length = DraftLength(batch.max_slots, config.row_cost)
         self.counters = SpecCounters(self.max_drafts)
         if self.max_drafts:
@@ -180,7 +181,10 @@ class SpecVerify(Stage):
         drafts = self.guesses[slots]
         num_drafts = np.diff(step.starts) - 1
         positions = batch.num_tokens[slots]
-        chosen = pad_rows(self.sampler.choose(step.logits, slots, step.starts, positions, drafts), step.starts)
+        tokens = step.chosen
+        if tokens is None:
+            tokens = self.sampler.choose(step.logits, slots, step.starts, positions, drafts)
+        chosen = pad_rows(tokens, step.starts)
         accepted = count_matches(chosen, drafts, num_drafts) if num_drafts.any() else np.zeros(slots.size, np.int32)
         known = self._finite(slots, chosen, accepted, known)
         firsts = step.starts[:-1]

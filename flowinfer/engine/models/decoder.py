@@ -13,7 +13,7 @@ from torch import Tensor
 
 from flowinfer.engine.models.config import ModelConfig
 from flowinfer.engine.models.linear import Projection, make_linear
-from flowinfer.engine.models.moe import ExpertFFN, GatedFFN
+from flowinfer.engine.models.moe import ExpertFFN, GatedFFN, StackedExperts
 from flowinfer.engine.models.rope import Rope, rotate
 from flowinfer.engine.step import StepInput
 from flowinfer.kernels.paged_attention import AttentionPlan, paged_attention, plan_attention, wipe_fresh_blocks
@@ -28,7 +28,7 @@ class Layer:
     qk_norm_D: tuple[Tensor, Tensor] | None
     out: Projection
     post_norm_H: Tensor
-    ffn: GatedFFN | ExpertFFN
+    ffn: GatedFFN | ExpertFFN | StackedExperts
 
 
 class Model:

@@ -13,7 +13,8 @@ from flowinfer.engine.models.config import ModelConfig, read_config
 from flowinfer.engine.models.decoder import Layer, Model
 from flowinfer.engine.models.deepseek_v4.config import V4Config
 from flowinfer.engine.models.linear import Projection, make_linear
-from flowinfer.engine.models.moe import ExpertFFN, GatedFFN
+from flowinfer.engine.models.moe import ExpertFFN, GatedFFN, StackedExperts
+from flowinfer.engine.models.named import RandomWeights, wants_random
 from flowinfer.engine.models.rope import Rope
 from flowinfer.engine.weights import Weights
 from flowinfer.errors import ModelError
@@ -33,6 +34,10 @@ def load(folder: Path, *, dtype: str, device: str, progress: Progress | None = N
     chosen = config.dtype if dtype == "auto" else dtype
     if chosen not in DTYPES:
         raise ModelError(f"{folder}: dtype {chosen!r} isn't supported.", help=f"Choose {' or '.join(DTYPES)}.")
+    if wants_random(folder):
+        with torch.inference_mode():
+            random = RandomWeights(dtype=DTYPES[chosen], device=torch.device(device))
+            return _Loader(config, random).model(progress)
     with Weights(folder, dtype=DTYPES[chosen], device=torch.device(device)) as weights, torch.inference_mode():
         if isinstance(config, V4Config):
             from flowinfer.engine.models.deepseek_v4.load import build  # here: other families don't pay for it
@@ -42,9 +47,10 @@ def load(folder: Path, *, dtype: str, device: str, progress: Progress | None = N
 
 
 class _Loader:
-    def __init__(self, config: ModelConfig, weights: Weights) -> None:
+    def __init__(self, config: ModelConfig, weights: Weights | RandomWeights) -> None:
         self.config = config
         self.weights = weights
+        self.fused = _can_fuse(weights.device, weights.dtype)
 
     def model(self, progress: Progress | None) -> Model:
         config, weights = self.config, self.weights
@@ -58,9 +64,12 @@ class _Loader:
         norm_H = self._vector("model.norm.weight", config.hidden_size)
         head_VH = embed_VH if config.tied_embeddings else self._own(weights.take("lm_head.weight", shape))
         weights.finish(ignore=(*_HARMLESS, "lm_head.weight") if config.tied_embeddings else _HARMLESS)
-        return Model(
-            config, embed_VH, layers, norm_H, head_VH, Rope(config, dtype=weights.dtype, device=weights.device)
-        )
+        rope = Rope(config, dtype=weights.dtype, device=weights.device)
+        if self.fused:
+            from flowinfer.engine.models.fused import FusedModel
+
+            return FusedModel(config, embed_VH, layers, norm_H, head_VH, rope)
+        return Model(config, embed_VH, layers, norm_H, head_VH, rope)
 
     def _layer(self, index: int) -> Layer:
         config, name = self.config, f"model.layers.{index}."
@@ -87,14 +96,30 @@ class _Loader:
     def _dense(self, name: str) -> GatedFFN:
         return self._ffn(name, ("gate_proj", "up_proj", "down_proj"), self.config.intermediate_size)
 
-    def _experts(self, name: str) -> ExpertFFN:
+    def _experts(self, name: str) -> ExpertFFN | StackedExperts:
         config = self.config
         mixtral = config.family.moe == "mixtral"
         block = f"{name}block_sparse_moe." if mixtral else f"{name}mlp."
         parts = ("w1", "w3", "w2") if mixtral else ("gate_proj", "up_proj", "down_proj")
-        experts = [self._ffn(f"{block}experts.{i}.", parts, config.expert_size) for i in range(config.num_experts)]
         router = self._linear([f"{block}gate"], config.hidden_size, config.num_experts)
+        if self.fused:
+            weights = self._stacked(f"{block}experts.", parts)
+            return StackedExperts(router, *weights, per_token=config.experts_per_token, norm_topk=config.norm_topk)
+        experts = [self._ffn(f"{block}experts.{i}.", parts, config.expert_size) for i in range(config.num_experts)]
         return ExpertFFN(router, experts, per_token=config.experts_per_token, norm_topk=config.norm_topk)
+
+    def _stacked(self, name: str, parts: tuple[str, str, str]) -> tuple[Tensor, Tensor]:
+        """gate and up [E, 2 I, H], down [E, H, I]; each tensor goes straight to its place."""
+        config, weights = self.config, self.weights
+        num, width, hidden = config.num_experts, config.expert_size, config.hidden_size
+        gate_up = torch.empty(num, 2 * width, hidden, dtype=weights.dtype, device=weights.device)
+        down = torch.empty(num, hidden, width, dtype=weights.dtype, device=weights.device)
+        for i in range(num):
+            gate, up, out = (f"{name}{i}.{part}.weight" for part in parts)
+            gate_up[i, :width] = weights.take(gate, (width, hidden))
+            gate_up[i, width:] = weights.take(up, (width, hidden))
+            down[i] = weights.take(out, (hidden, width))
+        return gate_up, down
 
     def _ffn(self, name: str, parts: tuple[str, str, str], width: int) -> GatedFFN:
         gate, up, down = (name + part for part in parts)
@@ -115,3 +140,15 @@ class _Loader:
     def _own(self, tensor: Tensor) -> Tensor:
         """A copy out of the mapped file, unless conversion made one: a view would keep the whole file mapped."""
         return tensor.clone()
+
+
+def _can_fuse(device: torch.device, dtype: torch.dtype) -> bool:
+    if device.type != "cuda":
+        return False
+    from flowinfer.kernels.arch import has_triton
+
+    if not has_triton():
+        return False
+    from flowinfer.engine.models.fused import can_fuse
+
+    return can_fuse(device, dtype)

@@ -55,3 +55,28 @@ class ExpertFFN:
         if self.norm_topk:
             weights = weights / weights.sum(-1, keepdim=True)
         return weights.to(x_TH.dtype), experts
+
+
+class StackedExperts:
+    """The weights of such a layer as two tensors, for kernels that run all experts in one launch. See kernels/experts.
+
+    gate_up_EOH [E, 2 I, H], down_EHI [E, H, I].
+    """
+
+    def __init__(
+        self, router: Projection, gate_up_EOH: Tensor, down_EHI: Tensor, *, per_token: int, norm_topk: bool
+    ) -> None:
+        self.router = router
+        self.gate_up_EOH = gate_up_EOH
+        self.down_EHI = down_EHI
+        self.per_token = per_token
+        self.norm_topk = norm_topk
+
+    def __call__(self, x_TH: Tensor) -> Tensor:
+        from flowinfer.kernels.experts import experts  # here: a worker without a GPU has no Triton
+
+        logits = self.router(x_TH)
+        return experts(
+            x_TH, logits, self.gate_up_EOH, self.down_EHI, torch.zeros_like(x_TH), self.per_token,
+            norm_topk=self.norm_topk,
+        )  # fmt: skip

@@ -1,0 +1,142 @@
+"""The engine with the stages that drive it, in one loop: prompts go in, tokens come out on the host."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from flowinfer.engine.layout import KVLayout
+from flowinfer.errors import FlowInferError
+from flowinfer.graph.plan import EdgePlan, Plan, StagePlan, WorkerPlan
+from flowinfer.message import Ended, Event, Failure, Message, Prompt, Sampling, Tokens
+from flowinfer.runtime.clock import SystemClock
+from flowinfer.runtime.group import Group, Host
+from flowinfer.runtime.loading import load_class
+from flowinfer.stage import Arena, Stage
+
+_EDGES = (
+    ("api", "prefill", "Prompt", "prompts"),
+    ("prefill", "transfer", "Sequence", "sequences"),
+    ("transfer", "decode", "Sequence", "sequences"),
+    ("decode", "verify", "Logits", "logits"),
+    ("verify", "decode", "Proposal", "proposals"),
+    ("verify", "api", "Tokens", "tokens"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """Tokens of one step at the client. at: seconds of time.perf_counter. host_s: of the loop's work since the start."""
+
+    at: float
+    num_sequences: int
+    waited_s: float
+
+
+class Client(Stage):
+    """Sends prompts and notes when the tokens of each step come."""
+
+    kind = "api"
+    listens = (Failure,)
+
+    def __init__(self, config: Any, ctx: Any) -> None:
+        super().__init__(config, ctx)
+        self.outbox: list[Prompt] = []
+        self.arrivals: list[Arrival] = []
+        self.ended: set[str] = set()
+        self.failed = ""
+        self.waited_s = lambda: 0.0
+
+    @property
+    def busy(self) -> bool:
+        """While there are prompts to send."""
+        return bool(self.outbox)
+
+    def step(self, tokens: list[Tokens]) -> Iterable[Prompt]:
+        """Notes arrivals and ends; sends what waits."""
+        for batch in tokens:
+            self.arrivals.append(Arrival(time.perf_counter(), len(batch.ids), self.waited_s()))
+            done = [batch.ids[i] for i in batch.finished]
+            self.ended.update(done)
+            if done:
+                self.ctx.send(Ended(ids=done))
+        prompts, self.outbox = self.outbox, []
+        return prompts
+
+    def observe(self, event: Event) -> Iterable[Message] | None:
+        """Remembers the first failure: a benchmark whose request failed has measured nothing."""
+        assert isinstance(event, Failure)
+        self.failed = self.failed or f"{event.id}: {event.message}"
+        return None
+
+
+class EngineService:
+    """prefill, kv-transfer, moe-decode and spec-verify on one device over num_blocks blocks of KV."""
+
+    def __init__(
+        self, model: str, *, device: str, dtype: str, num_blocks: int, max_batch: int, max_tokens: int, chunk: int
+    ) -> None:
+        named = {"model": model, "dtype": dtype}
+        kinds: dict[str, tuple[str, dict[str, Any]]] = {
+            "api": ("api", {}),
+            "prefill": ("prefill", {**named, "token_budget": chunk, "max_prompts": max(64, max_batch)}),
+            "transfer": ("kv-transfer", named),
+            "decode": ("moe-decode", {**named, "max_batch": max_batch, "max_tokens": max_tokens}),
+            "verify": ("spec-verify", {"draft": "none"}),
+        }
+        stages = {n: StagePlan(name=n, kind=k, config=c, worker="front") for n, (k, c) in kinds.items()}
+        edges = tuple(
+            EdgePlan(name=f"{a} -> {b}", source=a, target=b, message=m, port=p, fused=True, back=m == "Proposal")
+            for a, b, m, p in _EDGES
+        )
+        plan = Plan(
+            name="bench", digest="", file="", stages=stages, edges=edges,
+            workers={"front": WorkerPlan(name="front", stages=tuple(stages))},
+        )  # fmt: skip
+        self._num_sent = 0
+
+        def arena(layout: KVLayout) -> Arena:
+            size = 0 if device.startswith("cuda") else num_blocks * layout.block_bytes
+            return Arena(memoryview(bytearray(size)), num_blocks, 0, num_blocks)
+
+        import torch
+
+        host = Host(arena=arena, device=device, threads=torch.get_num_threads())
+        self.group = Group(
+            plan, list(stages.values()), host, lambda s: Client if s.kind == "api" else load_class(s.kind),
+            name="front.0", generation=1, clock=SystemClock(),
+        )  # fmt: skip
+        self.group.open()
+        self.client: Client = self.group.by_name["api"].stage  # type: ignore[assignment]
+        self.decode: Any = self.group.by_name["decode"].stage
+        self.engine = self.decode.engine
+        self.client.waited_s = lambda: self.waited_s
+
+    @property
+    def waited_s(self) -> float:
+        """Seconds that the loop has spent waiting for the device, or computing in its place, so far."""
+        overlap = self.decode.overlap
+        return (overlap.waited_s if overlap is not None else 0.0) + self.engine.busy_s
+
+    def answer(self, prompts: Iterable[np.ndarray[Any, np.dtype[np.int32]]], max_tokens: int) -> list[Arrival]:
+        """Sends greedy requests, runs the loop until all have ended, and returns when the tokens of each step came."""
+        self.client.arrivals = []
+        ids = []
+        for tokens in prompts:
+            self._num_sent += 1
+            ids.append(f"r{self._num_sent}")
+            sampling = Sampling(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
+            self.client.outbox.append(Prompt(id=ids[-1], tokens=tokens, sampling=sampling))
+        while not self.client.ended.issuperset(ids):
+            self.group.turn()
+            if self.client.failed:
+                raise FlowInferError(f"a request failed: {self.client.failed}")
+        return self.client.arrivals
+
+    def close(self) -> None:
+        """Ends the stages."""
+        self.group.close()

@@ -1,0 +1,223 @@
+"""Decode steps as CUDA graphs over device-side batch state; the host starts one and looks at its tokens later.
+
+State lies by slot on the device: last token, length, block table. A step reads it, and the sampling graph moves it on,
+so the next step can start before the host has seen a token of this one. The host sends only what changed: who takes
+part, sequences that joined or went on elsewhere (all of their state), and blocks that were added.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from flowinfer.kernels.decode_attention import DecodeBatch, Scratch
+from flowinfer.kernels.greedy import advance_greedy, greedy_scratch
+from flowinfer.message import Ids
+
+if TYPE_CHECKING:
+    from flowinfer.engine.batch import Batch
+    from flowinfer.engine.models.fused import FusedModel
+
+FINE, COARSE = 16, 32  # steps between batch sizes up to 128 rows, and above
+
+
+@dataclass(frozen=True)
+class Flight:
+    """A step on its way. Its tokens are valid once `tokens()` has returned."""
+
+    slots: Ids
+    versions: NDArray[np.int64]
+    chosen: Tensor
+    done: torch.cuda.Event
+
+    def tokens(self) -> Ids:
+        """The token of each row, -1 where its logits weren't finite. Waits for the step."""
+        self.done.synchronize()
+        chosen: Ids = self.chosen.numpy()[: len(self.slots)].copy()
+        return chosen
+
+
+@dataclass
+class _Graph:
+    model: torch.cuda.CUDAGraph
+    sample: torch.cuda.CUDAGraph
+    logits: Tensor
+    counts: list[Tensor] = field(default_factory=list)
+
+
+class DecodeGraphs:
+    """The graphs of one model over one arena, and the state of up to max_slots sequences."""
+
+    def __init__(self, model: FusedModel, kv: Tensor, batch: Batch) -> None:
+        self._start(model, kv, batch)
+        self._scratch = Scratch.make(self.sizes[-1], model.heads, model.device)
+        self._greedy = greedy_scratch(self.sizes[-1], model.config.vocab_size, model.device)
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def _start(self, model: FusedModel, kv: Tensor, batch: Batch) -> None:
+        self.model, self.kv, self.batch = model, kv, batch
+        device, slots = model.device, batch.max_slots
+        self.sizes = batch_sizes(slots)
+        self.last = torch.zeros(slots, dtype=torch.int32, device=device)
+        self.lengths = torch.ones(slots, dtype=torch.int32, device=device)
+        self.tables = torch.zeros(slots, batch.blocks.shape[1], dtype=torch.int32, device=device)
+        self._slots = torch.full((self.sizes[-1],), -1, dtype=torch.int32, device=device)
+        self._chosen = torch.zeros(self.sizes[-1], dtype=torch.int32, device=device)
+        self._ready = [_pinned(self.sizes[-1], device) for _ in range(4)]
+        self._turn = 0
+        self._staging = _Staging(8 * slots * (batch.blocks.shape[1] + 4), device)
+        self._sent: Ids = np.empty(0, np.int32)  # the rows that _slots holds
+        self._size = 0
+        self._synced = np.full(slots, -1, np.int64)  # version whose last token and length the device has
+        self._num_blocks = np.zeros(slots, np.int32)  # entries of each block table that it has
+        self._graphs: dict[int, _Graph] = {}
+
+    def capture(self, progress: Callable[[int, int], None] | None = None) -> None:
+        """Captures all batch sizes, the largest first: the others reuse its memory."""
+        for done, size in enumerate(reversed(self.sizes)):
+            self._graphs[size] = self._capture(size)
+            if progress:
+                progress(done + 1, len(self.sizes))
+        torch.cuda.synchronize()
+
+    def _event(self) -> torch.cuda.Event:
+        done = torch.cuda.Event()
+        done.record()
+        return done
+
+    def forget(self, slots: Ids) -> None:
+        """What these sequences have become is the host's business: their state is sent again before they next run."""
+        self._synced[slots] = -1
+
+    @torch.inference_mode()
+    def launch(self, slots: Ids) -> Flight:
+        """Starts a step over these slots: each runs its last token and gets the best next one. Doesn't wait."""
+        graph = self._prepare(slots)
+        graph.model.replay()
+        graph.sample.replay()
+        ready = self._ready[self._turn % len(self._ready)]
+        self._turn += 1
+        ready[: len(slots)].copy_(self._chosen[: len(slots)], non_blocking=True)
+        return Flight(slots, self.batch.version[slots].copy(), ready, self._event())
+
+    @torch.inference_mode()
+    def logits(self, slots: Ids) -> Tensor:
+        """Float32 logits [n, V] of the next token of each slot; the state stays as it is, and is sent again later."""
+        self.forget(slots)
+        graph = self._prepare(slots)
+        graph.model.replay()
+        self.forget(slots)
+        return graph.logits[: len(slots)].float()
+
+    def experts_touched(self) -> list[int]:
+        """Distinct experts that the last step used, by expert layer; empty for a dense model."""
+        return [int((counts > 0).sum()) for counts in self._graphs[self._size].counts]
+
+    # ------------------------------------------------------------------------------------------------- state by slot
+
+    def _prepare(self, slots: Ids) -> _Graph:
+        size = next(size for size in self.sizes if size >= len(slots))
+        if size != self._size or not np.array_equal(slots, self._sent):
+            rows = np.full(size, -1, np.int32)
+            rows[: len(slots)] = slots
+            self._slots[:size].copy_(self._staging.send(rows), non_blocking=True)
+            self._sent, self._size = slots.copy(), size
+        batch = self.batch
+        stale = slots[self._synced[slots] != batch.version[slots]]
+        if stale.size:
+            self._send_state(stale)
+        grown = slots[self._num_blocks[slots] != batch.num_blocks[slots]]
+        if grown.size:
+            self._send_blocks(grown)
+        return self._graphs[size]
+
+    def _send_state(self, slots: Ids) -> None:
+        batch = self.batch
+        lengths = batch.num_tokens[slots]
+        last = batch.tokens[slots, lengths - 1]
+        width = int(batch.num_blocks[slots].max())
+        packed = np.concatenate([slots, last, lengths, batch.blocks[slots, :width].ravel()]).astype(np.int32)
+        sent = self._staging.send(packed)
+        n = len(slots)
+        rows = sent[:n].long()
+        self.last[rows] = sent[n : 2 * n]
+        self.lengths[rows] = sent[2 * n : 3 * n]
+        self.tables[rows, :width] = sent[3 * n :].view(n, width)
+        self._synced[slots] = batch.version[slots]
+        self._num_blocks[slots] = batch.num_blocks[slots]
+
+    def _send_blocks(self, slots: Ids) -> None:
+        batch = self.batch
+        known, have = self._num_blocks[slots], batch.num_blocks[slots]
+        counts = np.maximum(have - known, 0)
+        owners = np.repeat(slots, counts)
+        columns = np.arange(len(owners)) - np.repeat(np.cumsum(counts) - counts - known, counts)
+        packed = np.concatenate([owners, columns, batch.blocks[owners, columns]]).astype(np.int32)
+        sent = self._staging.send(packed).view(3, -1)
+        self.tables[sent[0].long(), sent[1].long()] = sent[2]
+        self._num_blocks[slots] = have
+
+    # ------------------------------------------------------------------------------------------------------ capturing
+
+    @torch.inference_mode()
+    def _capture(self, size: int) -> _Graph:
+        batch = DecodeBatch(self._slots[:size], self.lengths, self.tables)
+        self._slots.fill_(-1)
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):  # compiles kernels and makes cuBLAS ready, which a capture can't
+            logits = self.model.decode(self.last, batch, self.kv, self._scratch)
+            self._advance(logits, size)
+        torch.cuda.current_stream().wait_stream(stream)
+        torch.cuda.synchronize()
+        counts: list[Tensor] = []
+        model, sample = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
+        with torch.cuda.graph(model, pool=self._pool):
+            logits = self.model.decode(self.last, batch, self.kv, self._scratch, counts)
+        with torch.cuda.graph(sample, pool=self._pool):
+            self._advance(logits, size)
+        self._sent = np.empty(0, np.int32)
+        return _Graph(model, sample, logits, counts)
+
+    def _advance(self, logits: Tensor, size: int) -> None:
+        advance_greedy(logits, self._slots[:size], self.last, self.lengths, self._chosen[:size], self._greedy)
+
+
+class _Staging:
+    """A ring of pinned memory: what is copied from it must have arrived before the ring comes round again.
+
+    It holds eight times the most that a step sends, and the host is never more than two steps ahead.
+    """
+
+    def __init__(self, size: int, device: torch.device) -> None:
+        self._pinned = _pinned(max(size, 1024), device)
+        self._view = self._pinned.numpy()
+        self._device = device
+        self._at = 0
+
+    def send(self, values: Ids) -> Tensor:
+        """The values on the device, without waiting."""
+        end = self._at + len(values)
+        if end > len(self._view):
+            self._at, end = 0, len(values)
+        self._view[self._at : end] = values
+        sent = self._pinned[self._at : end].to(self._device, non_blocking=True)
+        self._at = end
+        return sent
+
+
+def _pinned(size: int, device: torch.device) -> Tensor:
+    return torch.zeros(size, dtype=torch.int32, pin_memory=device.type == "cuda")
+
+
+def batch_sizes(most: int) -> list[int]:
+    """Rows that graphs are captured for: padding wastes little, and capturing takes a second in all."""
+    sizes = [1, 2, 4, FINE // 2, *range(FINE, min(most, 128) + 1, FINE), *range(128 + COARSE, most + 1, COARSE)]
+    sizes = [size for size in sizes if size < most]
+    return [*sizes, most]

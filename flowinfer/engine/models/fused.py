@@ -1,0 +1,231 @@
+"""The decoder on a GPU: the same model as decoder.py, by fused kernels, and a decode step that a CUDA graph can hold.
+
+Up to MOST_ROWS rows a layer is five launches: (norm, q/k/v), attention with rotation and KV write, (output, sum),
+(norm, gate, up, activation), (down, sum). Above, products are cuBLAS's, with a kernel between each.
+
+Dimensions as in decoder.py; B rows of a decode step.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from flowinfer.engine.models.config import ModelConfig
+from flowinfer.engine.models.decoder import Layer, Model
+from flowinfer.engine.models.linear import Linear, Projection
+from flowinfer.engine.models.moe import GatedFFN, StackedExperts
+from flowinfer.engine.models.rope import Rope
+from flowinfer.engine.step import Int32s, StepInput
+from flowinfer.kernels import arch
+from flowinfer.kernels.activation import silu_mul
+from flowinfer.kernels.decode_attention import DecodeBatch, Scratch, decode_attention
+from flowinfer.kernels.experts import Routing, bucket, combine, experts, gather_gated, route
+from flowinfer.kernels.norm import rms_norm
+from flowinfer.kernels.prefill_attention import Tiling, plan_tiles, prefill_attention
+from flowinfer.kernels.rope import Heads, rope_write
+from flowinfer.kernels.skinny_linear import skinny_linear
+
+MOST_ROWS = 64  # rows up to which a product is bound by its weight's bytes, and fusing around it pays
+OWN_ROWS = 512  # whole prompts of at least so many tokens attend by torch's kernel: it reads no pages
+
+_OPS = ("decode_attention", "prefill_attention", "skinny_linear", "norm", "rope", "activation", "experts")
+
+
+def can_fuse(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether all kernels of this module run there."""
+    name = str(dtype).removeprefix("torch.")
+    return all(arch.supported(op, str(device), name) for op in _OPS)
+
+
+class Weight(NamedTuple):
+    """A projection's weight [out, in] and bias."""
+
+    weight: Tensor
+    bias: Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """What all layers of an eager step share."""
+
+    positions: Tensor
+    blocks: Tensor
+    tiling: Tiling | None
+    own: tuple[int, ...] | None  # token counts of the sequences, where each is a whole prompt
+
+
+class FusedModel(Model):
+    """Weights of one model on one GPU. `forward` takes any step; `decode` one token a sequence, without the host."""
+
+    def __init__(
+        self, config: ModelConfig, embed_VH: Tensor, layers: list[Layer], norm_H: Tensor, head_VH: Tensor, rope: Rope
+    ) -> None:
+        super().__init__(config, embed_VH, layers, norm_H, head_VH, rope)
+        self.head_VH = head_VH
+        self.heads = Heads(config.num_heads, config.num_kv_heads, config.head_dim)
+        self._rope_PD = (rope.cos_PD, rope.sin_PD)
+        self._qkv = [_plain(layer.qkv) for layer in layers]
+        self._out = [_plain(layer.out) for layer in layers]
+        self._ffn = [_dense(layer.ffn) if isinstance(layer.ffn, GatedFFN) else layer.ffn for layer in layers]
+
+    def warmup(self) -> None:
+        """Nothing to pack."""
+
+    # ------------------------------------------------------------------------------------------------ one token a row
+
+    def decode(
+        self, last_S: Tensor, batch: DecodeBatch, kv: Tensor, scratch: Scratch, counts: list[Tensor] | None = None
+    ) -> Tensor:
+        """Logits [B, V] in the model's dtype of the token that follows each slot's last one, whose KV is written.
+
+        last_S int32: last token by slot. Nothing here waits for the device. counts, where given, receives a tensor
+        int32 [E] for each expert layer: the rows that each expert got.
+        """
+        rows, kv = batch.slots.shape[0], self._paged(kv)
+        tokens = last_S.index_select(0, batch.slots.clamp(min=0))
+        x = F.embedding(tokens, self._embed_VH)
+        step = self._decode_few if rows <= MOST_ROWS else self._decode_many
+        return step(x, batch, kv, scratch, counts)
+
+    def _decode_few(
+        self, x: Tensor, batch: DecodeBatch, kv: Tensor, scratch: Scratch, counts: list[Tensor] | None
+    ) -> Tensor:
+        eps = self.config.norm_eps
+        for index, layer in enumerate(self._layers):
+            qkv = self._qkv[index]
+            heads = skinny_linear(x, qkv.weight, norm_I=layer.input_norm_H, eps=eps, bias_O=qkv.bias)
+            attended = self._attend(heads, batch, kv, scratch, index)
+            x = skinny_linear(attended, self._out[index].weight, residual_MO=x, out=x)
+            ffn = self._ffn[index]
+            if isinstance(ffn, StackedExperts):
+                logits = skinny_linear(x, _plain(ffn.router).weight, norm_I=layer.post_norm_H, eps=eps)
+                routing = self._bucketed(logits, ffn, counts)
+                h = gather_gated(x, ffn.gate_up_EOH, routing, norm_H=layer.post_norm_H, eps=eps)
+                x = combine(h, ffn.down_EHI, routing, x)
+            else:
+                gate_up, down = ffn
+                h = skinny_linear(x, gate_up.weight, norm_I=layer.post_norm_H, eps=eps, gated=True)
+                x = skinny_linear(h, down.weight, residual_MO=x, out=x)
+        return skinny_linear(x, self.head_VH, norm_I=self._norm_H, eps=eps)
+
+    def _decode_many(
+        self, x: Tensor, batch: DecodeBatch, kv: Tensor, scratch: Scratch, counts: list[Tensor] | None
+    ) -> Tensor:
+        eps, delta = self.config.norm_eps, None
+        for index, layer in enumerate(self._layers):
+            x, normed = rms_norm(x, layer.input_norm_H, eps, delta_TH=delta)
+            attended = self._attend(F.linear(normed, *self._qkv[index]), batch, kv, scratch, index)
+            x, normed = rms_norm(x, layer.post_norm_H, eps, delta_TH=F.linear(attended, *self._out[index]))
+            ffn = self._ffn[index]
+            if isinstance(ffn, StackedExperts):
+                routing = self._bucketed(F.linear(normed, *_plain(ffn.router)), ffn, counts)
+                x, delta = combine(gather_gated(normed, ffn.gate_up_EOH, routing), ffn.down_EHI, routing, x), None
+            else:
+                delta = self._dense(normed, ffn)
+        _, normed = rms_norm(x, self._norm_H, eps, delta_TH=delta)
+        return F.linear(normed, self.head_VH)
+
+    def _attend(self, qkv: Tensor, batch: DecodeBatch, kv: Tensor, scratch: Scratch, index: int) -> Tensor:
+        norms = self._layers[index].qk_norm_D
+        eps = self.config.norm_eps
+        return decode_attention(qkv, kv, index, self.heads, batch, self._rope_PD, norms, eps, scratch)
+
+    def _bucketed(self, logits: Tensor, ffn: StackedExperts, counts: list[Tensor] | None) -> Routing:
+        ids, weights = route(logits, ffn.per_token, norm_topk=ffn.norm_topk)
+        routing = bucket(ids, weights, ffn.gate_up_EOH.shape[0])
+        if counts is not None:
+            counts.append(routing.counts)
+        return routing
+
+    def _dense(self, normed: Tensor, ffn: tuple[Weight, Weight]) -> Tensor:
+        gate_up, down = ffn
+        return F.linear(silu_mul(F.linear(normed, *gate_up)), *down)
+
+    # ----------------------------------------------------------------------------------------------------- any step
+
+    @torch.inference_mode()
+    def forward(self, step: StepInput, kv: Tensor) -> Tensor | None:
+        """As Model.forward; kv may hold anything where nothing was written yet."""
+        kv = self._paged(kv)
+        shared, eps, delta = self._shared(step, kv), self.config.norm_eps, None
+        x = F.embedding(step.tokens, self._embed_VH)
+        for index, layer in enumerate(self._layers):
+            x, normed = rms_norm(x, layer.input_norm_H, eps, delta_TH=delta)
+            attended = self._attend_step(F.linear(normed, *self._qkv[index]), kv, shared, index)
+            x, normed = rms_norm(x, layer.post_norm_H, eps, delta_TH=F.linear(attended, *self._out[index]))
+            ffn = self._ffn[index]
+            if isinstance(ffn, StackedExperts):
+                logits = F.linear(normed, *_plain(ffn.router))
+                x = experts(normed, logits, ffn.gate_up_EOH, ffn.down_EHI, x, ffn.per_token, norm_topk=ffn.norm_topk)
+                delta = None
+            else:
+                delta = self._dense(normed, ffn)
+        if step.logit_rows is None:
+            return None
+        x = x[step.logit_rows] if delta is None else x[step.logit_rows] + delta[step.logit_rows]
+        _, normed = rms_norm(x, self._norm_H, eps)
+        return F.linear(normed, self.head_VH).float()
+
+    def _paged(self, kv: Tensor) -> Tensor:
+        """The arena as [blocks, layers, 2, K, block_tokens, D], which its bytes are, whatever its shape says."""
+        return kv.view(*kv.shape[:3], self.heads.num_kv_heads, -1, self.heads.head_dim)
+
+    def _shared(self, step: StepInput, kv: Tensor) -> _Step:
+        counts = step.query_starts[1:] - step.query_starts[:-1]
+        block_tokens = kv.shape[4]
+        blocks = _blocks_of_tokens(step, counts, block_tokens)
+        own = bool((counts == step.kv_lens).all()) and int(counts.min()) >= OWN_ROWS and kv.dtype is torch.bfloat16
+        tiling = None
+        if not own:
+            tiling = plan_tiles(
+                step.query_starts, step.kv_lens, step.block_tables, heads=self.heads, device=self.device,
+                dtype=kv.dtype,
+            )  # fmt: skip
+        sent = torch.from_numpy(blocks).to(self.device, non_blocking=True)
+        return _Step(step.positions, sent, tiling, tuple(counts.tolist()) if own else None)
+
+    def _attend_step(self, qkv: Tensor, kv: Tensor, shared: _Step, index: int) -> Tensor:
+        norms, eps = self._layers[index].qk_norm_D, self.config.norm_eps
+        qk = rope_write(qkv, kv, index, self.heads, shared.positions, shared.blocks, self._rope_PD, norms, eps)
+        if shared.own is None:
+            assert shared.tiling is not None
+            return prefill_attention(qk, kv, index, self.heads, shared.tiling)
+        return attend_own(qk, qkv, self.heads, shared.own)
+
+
+def attend_own(qk: Tensor, qkv: Tensor, heads: Heads, counts: tuple[int, ...]) -> Tensor:
+    """Causal attention of whole prompts over their own keys and values, [T, N D], by torch's best kernel.
+
+    qk [T, N + K, D] rotated; values are the last K heads of qkv [T, (N + 2 K) D].
+    """
+    n, k, d = heads
+    v = qkv.view(-1, n + 2 * k, d)[:, n + k :]
+    out = []
+    for q_part, v_part in zip(qk.split(counts), v.split(counts), strict=True):
+        q, key, value = (x.transpose(0, 1).unsqueeze(0) for x in (q_part[:, :n], q_part[:, n:], v_part))
+        attended = F.scaled_dot_product_attention(q, key, value, is_causal=True, enable_gqa=n != k)
+        out.append(attended[0].transpose(0, 1).reshape(-1, n * d))
+    return out[0] if len(out) == 1 else torch.cat(out)
+
+
+def _blocks_of_tokens(step: StepInput, counts: Int32s, block_tokens: int) -> Int32s:
+    """int32 [T]: the arena block that each token's keys and values go to."""
+    sequence = np.repeat(np.arange(len(counts)), counts)
+    first = step.kv_lens - counts - step.query_starts[:-1]
+    position = np.arange(len(sequence)) + first[sequence]
+    return np.ascontiguousarray(step.block_tables[sequence, position // block_tokens], np.int32)
+
+
+def _plain(projection: Projection) -> Weight:
+    assert isinstance(projection, Linear), "projections on a GPU are plain"
+    return Weight(projection.weight_OI, projection.bias_O)
+
+
+def _dense(ffn: GatedFFN) -> tuple[Weight, Weight]:
+    return _plain(ffn.gate_up), _plain(ffn.down)

@@ -1,0 +1,91 @@
+"""What each GPU kernel needs and what stands in for it: one table, read once when a model is loaded.
+
+Leaves the choice of tiles to the kernels. Imports neither torch nor triton until it is asked about a device.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from importlib.util import find_spec
+
+from flowinfer.errors import KernelUnsupported
+
+Capability = tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """An op's requirements. capability: least compute capability; dtypes: of weights and KV; fallback: what runs else."""
+
+    op: str
+    capability: Capability
+    dtypes: tuple[str, ...]
+    fallback: str
+    triton: bool = True
+    torch_op: str = ""  # of the torch namespace, where the kernel is torch's own
+
+
+_FLOATS = ("bfloat16", "float32")
+TABLE: tuple[Needs, ...] = (
+    Needs("decode_attention", (8, 0), _FLOATS, "paged_attention: pages are gathered, then torch's attention"),
+    Needs("prefill_attention", (8, 0), _FLOATS, "paged_attention: pages are gathered, then torch's attention"),
+    Needs("skinny_linear", (8, 0), _FLOATS, "torch.nn.functional.linear"),
+    Needs("norm", (8, 0), _FLOATS, "torch.nn.functional.rms_norm"),
+    Needs("rope", (8, 0), _FLOATS, "engine.models.rope.rotate"),
+    Needs("activation", (8, 0), _FLOATS, "torch.nn.functional.silu"),
+    Needs("experts", (8, 0), _FLOATS, "a loop over experts"),
+    Needs("greedy", (8, 0), _FLOATS, "torch.max"),
+    Needs("grouped_mm", (9, 0), ("bfloat16",), "experts: the Triton product", triton=False, torch_op="_grouped_mm"),
+)
+BY_OP = {needs.op: needs for needs in TABLE}
+
+
+def missing(needs: Needs, capability: Capability | None, dtype: str) -> str:
+    """What keeps the op from running there, in words; empty where nothing does. capability None: not a CUDA device."""
+    if capability is None:
+        return "a CUDA device"
+    if capability < needs.capability:
+        wanted, got = (".".join(map(str, c)) for c in (needs.capability, capability))
+        return f"compute capability {wanted} (this card has {got})"
+    if needs.triton and not has_triton():
+        return "the package triton"
+    if dtype not in needs.dtypes:
+        return f"{' or '.join(needs.dtypes)} (got {dtype})"
+    if needs.torch_op and not _torch_has(needs.torch_op):
+        return f"torch.{needs.torch_op}"
+    return ""
+
+
+def require(op: str, device: str, dtype: str) -> None:
+    """Raises KernelUnsupported naming the missing feature and the fallback."""
+    needs = BY_OP[op]
+    if lacks := missing(needs, capability_of(device), dtype):
+        raise KernelUnsupported(f"{op} on {device} needs {lacks}.", help=f"Instead: {needs.fallback}.")
+
+
+def supported(op: str, device: str, dtype: str) -> bool:
+    """Whether the op runs on this device for this dtype."""
+    return not missing(BY_OP[op], capability_of(device), dtype)
+
+
+@lru_cache
+def has_triton() -> bool:
+    """Whether Triton can be imported."""
+    return find_spec("triton") is not None
+
+
+def capability_of(device: str) -> Capability | None:
+    """Compute capability of a torch device name; None for a CPU."""
+    if not device.startswith("cuda"):
+        return None
+    import torch
+
+    major, minor = torch.cuda.get_device_capability(device)
+    return major, minor
+
+
+def _torch_has(name: str) -> bool:
+    import torch
+
+    return hasattr(torch, name)

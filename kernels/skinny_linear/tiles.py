@@ -1,0 +1,30 @@
+"""Tile sizes of skinny_linear by shape; the numbers come from a search on the card named in each entry."""
+
+from __future__ import annotations
+
+Tiles = tuple[int, int, int, int, int]  # BM, BN, BK, warps, stages
+
+NUM_SMS = 132  # of an H200; on other cards the tiles still fit, they only fill it less evenly
+
+
+def tiles(rows: int, size_out: int, size_in: int, element_size: int, gated: bool) -> Tiles:
+    """The tiles for M rows and a weight of [size_out (twice that if gated), size_in]."""
+    block_m = 16 if rows <= 16 else 32 if rows <= 32 else 64
+    block_n = 16 if size_out < 32 * NUM_SMS or gated else 32
+    block_k = _block_k(size_in, 256 if rows <= 32 else 128)
+    if element_size == 4:
+        block_k = min(block_k, 64)
+    return block_m, block_n, block_k, 4, 4 if size_in >= 4 * block_k else 2
+
+
+def _block_k(size_in: int, most: int) -> int:
+    """The largest power of two up to `most` that divides size_in, if it is at least 64; else one that covers it."""
+    fits = most
+    while fits > 64 and size_in % fits:
+        fits //= 2
+    if size_in % fits == 0:
+        return fits
+    covering = 16
+    while covering < size_in and covering < 64:
+        covering *= 2
+    return covering

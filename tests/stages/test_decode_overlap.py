@@ -1,0 +1,212 @@
+"""Decode one step ahead of the host, on a CPU: the graphs' state by slot is the real one, replays are plain calls."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from decode_loop import DEVICE, Service, prompt, save_random_llama
+
+from flowinfer.engine.batch import Batch
+from flowinfer.engine.decode_graphs import DecodeGraphs, Flight, batch_sizes
+from flowinfer.engine.engine import Engine
+from flowinfer.engine.step import StepInput
+from flowinfer.message import Prompt
+
+pytestmark = pytest.mark.skipif(DEVICE != "cpu", reason="test_decode_loop.py does this on a GPU, with its graphs")
+VOCAB, CONTEXT = 96, 512
+
+
+class Done:
+    """A step that has ended, and counts that nobody looks at it too early."""
+
+    def __init__(self, owner: EagerGraphs) -> None:
+        self.owner = owner
+        owner.num_ahead += 1
+        owner.most_ahead = max(owner.most_ahead, owner.num_ahead)
+
+    def synchronize(self) -> None:
+        self.owner.num_ahead -= 1
+
+
+class Replay:
+    def __init__(self, run: Any) -> None:
+        self.replay = run
+
+
+class EagerGraphs(DecodeGraphs):
+    """Replays are eager calls over the device's state alone: what the host keeps for itself is never read."""
+
+    num_ahead = most_ahead = 0
+
+    def __init__(self, model: Any, kv: torch.Tensor, batch: Batch) -> None:
+        self._start(model, kv, batch)
+
+    def capture(self, progress: Any = None) -> None:
+        for size in self.sizes:
+            graph = type("Graph", (), {"counts": [], "logits": None})()
+            graph.model = Replay(lambda graph=graph, size=size: self._run(graph, size))
+            graph.sample = Replay(lambda graph=graph, size=size: self._choose(graph, size))
+            self._graphs[size] = graph
+
+    def _run(self, graph: Any, size: int) -> None:
+        rows = (self._slots[:size] >= 0).nonzero().flatten()
+        slots = self._slots[rows].long()
+        lengths = self.lengths[slots].numpy()
+        count = len(slots)
+        step = StepInput(
+            tokens=self.last[slots].long(),
+            positions=torch.from_numpy(lengths.astype(np.int64) - 1),
+            query_starts=np.arange(count + 1, dtype=np.int32),
+            kv_lens=lengths,
+            block_tables=self.tables[slots].numpy()[:, : -(-int(lengths.max()) // 64)],
+            logit_rows=torch.arange(count),
+        )
+        graph.logits = self.model.forward(step, self.kv)
+
+    def _choose(self, graph: Any, size: int) -> None:
+        best = graph.logits.argmax(1).int()
+        slots = self._slots[: len(best)].long()
+        self._chosen[: len(best)] = best
+        self.last[slots] = best
+        self.lengths[slots] += 1
+
+    def _event(self) -> Any:
+        return Done(self)
+
+
+@pytest.fixture(autouse=True)
+def eager_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    def make(self: Engine, batch: Batch) -> EagerGraphs:
+        graphs = EagerGraphs(self.model, self.kv, batch)
+        graphs.capture()
+        return graphs
+
+    monkeypatch.setattr(Engine, "decode_graphs", make)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("llama")
+    save_random_llama(folder, VOCAB, CONTEXT)
+    return folder
+
+
+def some_tokens(seed: int, count: int) -> list[int]:
+    return random.Random(seed).choices(range(3, VOCAB), k=count)
+
+
+def step_by_step(model: Path, prompts: list[Prompt], monkeypatch: pytest.MonkeyPatch) -> dict[str, list[int]]:
+    """The answers of a batch that looks at each step before it starts the next one."""
+    with monkeypatch.context() as patch:
+        patch.setattr(Engine, "decode_graphs", lambda self, batch: None)
+        service = Service(model, num_blocks=64)
+        service.send(*prompts)
+        return service.finish(p.id for p in prompts)
+
+
+def test_tokens_are_those_of_one_step_at_a_time(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    prompts = [prompt(f"r{n}", some_tokens(n, n), max_tokens=20 + 3 * n) for n in (1, 2, 63, 64, 65, 9, 17, 30, 5, 12)]
+    service = Service(model, num_blocks=64)
+    service.send(*prompts)
+    tokens = service.finish(p.id for p in prompts)
+    assert tokens == step_by_step(model, prompts, monkeypatch)
+    assert service.decode.overlap.graphs.most_ahead == 2
+    assert service.pool.num_free == 64
+    assert all(len(tokens[p.id]) == p.sampling.max_tokens for p in prompts)
+
+
+def test_ends_of_text_are_seen_a_step_late_and_change_nothing(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = prompt("first", some_tokens(5, 30), max_tokens=60)
+    stop = step_by_step(model, [first], monkeypatch)["first"][20]
+    prompts = [first, *(prompt(f"r{n}", some_tokens(n, 30), max_tokens=60, stop_token_ids=[stop]) for n in (5, 6, 7))]
+    service = Service(model, num_blocks=64)
+    service.send(*prompts)
+    tokens = service.finish(p.id for p in prompts)
+    assert tokens == step_by_step(model, prompts, monkeypatch)
+    assert tokens["r5"][-1] == stop and len(tokens["r5"]) <= 21
+    assert service.pool.num_free == 64
+
+
+def test_who_needs_the_host_is_decoded_with_it_and_the_rest_goes_on_ahead(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings: list[dict[str, Any]] = [{}, {"temperature": 0.8}, {}, {"repetition_penalty": 1.3}, {"logprobs": 1}, {}]
+    prompts = [
+        prompt(f"r{n}", some_tokens(n, 20), max_tokens=15 + 30 * (n % 2), **more) for n, more in enumerate(settings)
+    ]
+    service = Service(model, num_blocks=64)
+    for one in prompts:
+        service.send(one)
+        service.turn(4)
+    assert service.finish(p.id for p in prompts) == step_by_step(model, prompts, monkeypatch)
+
+
+def test_running_out_of_blocks_preempts_and_changes_no_token(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    prompts = [prompt(f"r{n}", some_tokens(n, 40 + n), max_tokens=120) for n in range(6)]
+    service = Service(model, num_blocks=8)
+    service.send(*prompts)
+    assert service.finish(p.id for p in prompts) == step_by_step(model, prompts, monkeypatch)
+    assert service.decode.num_preemptions > 0
+    assert service.pool.num_free == 8
+
+
+def test_a_sequence_that_outgrows_the_memory_fails_and_frees_it(model: Path) -> None:
+    service = Service(model, num_blocks=4)
+    service.send(prompt("grows", some_tokens(1, 100), max_tokens=400))
+    service.finish(["grows"])
+    assert service.client.ended["grows"].code == "kv_exhausted"
+    service.turn(2)
+    assert service.pool.num_free == 4
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_random_cancels_leave_every_block_free_and_every_answer_right(
+    model: Path, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rng = random.Random(seed)
+    prompts = [
+        prompt(
+            f"r{n}",
+            some_tokens(n % 4, rng.randrange(1, 150)),
+            max_tokens=rng.randrange(1, 90),
+            temperature=rng.choice([0.0, 0.0, 0.0, 0.8]),
+        )
+        for n in range(20)
+    ]
+    service = Service(model, num_blocks=9)
+    victims = rng.sample([p.id for p in prompts], 8)
+    for one in prompts:
+        service.send(one)
+        service.turn(rng.randrange(0, 12))
+        if victims and rng.random() < 0.5:
+            service.cancel(victims.pop())
+    for id in victims:
+        service.turn(rng.randrange(0, 12))
+        service.cancel(id)
+    tokens = service.finish(p.id for p in prompts)
+    survivors = [p for p in prompts if service.client.ended[p.id] != "cancelled"]
+    assert survivors
+    assert {p.id: tokens[p.id] for p in survivors} == step_by_step(model, survivors, monkeypatch)
+    assert service.pool.num_free == 9
+    assert not service.decode.engine.held and not service.decode.overlap.flights
+
+
+@pytest.mark.parametrize("most", [1, 3, 8, 64, 100, 512])
+def test_graph_sizes_rise_to_the_largest_batch(most: int) -> None:
+    sizes = batch_sizes(most)
+    assert sizes == sorted(set(sizes)) and sizes[-1] == most and sizes[0] == 1
+
+
+def test_a_flight_gives_the_tokens_of_its_rows() -> None:
+    flight = Flight(
+        np.array([4, 2], np.int32),
+        np.array([1, 1]),
+        torch.tensor([7, -1, 9]).int(),
+        Done(EagerGraphs.__new__(EagerGraphs)),
+    )
+    assert flight.tokens().tolist() == [7, -1]
