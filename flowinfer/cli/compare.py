@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from flowinfer.cli.requests import Requests, request_options
 from flowinfer.errors import FlowInferError
 from flowinfer.units import parse_duration
 
@@ -81,7 +82,7 @@ class Span(click.ParamType[float]):
 )
 @click.option("--set", "sets", multiple=True, metavar="PATH=VALUE", help="Set a value of B.")
 @click.option("--both", multiple=True, metavar="PATH=VALUE", help="Set a value of A and of B.")
-@click.option("--on", default="builtin", show_default=True, metavar="FILE", help="Requests: a file of JSON lines.")
+@request_options
 @click.option("--rounds", type=click.IntRange(1), default=5, show_default=True, help="How often each request is sent.")
 @click.option("--in-flight", type=click.IntRange(1), default=4, show_default=True, help="Requests at a time.")
 @click.option("--ttft-limit", type=Span(), default="1s", show_default=True, help="Goodput: first token within this.")
@@ -97,7 +98,7 @@ def compare(
     overlays: tuple[str, ...],
     sets: tuple[str, ...],
     both: tuple[str, ...],
-    on: str,
+    requests: Requests,
     rounds: int,
     in_flight: int,
     ttft_limit: float,
@@ -115,22 +116,20 @@ def compare(
     from rich.console import Console
 
     from flowinfer.compare import require
-    from flowinfer.compare.asks import load_asks
     from flowinfer.compare.comparison import Setup, compared, machine
     from flowinfer.compare.figures import Limit
     from flowinfer.compare.rounds import run_rounds
 
     clauses = [clause for text in required for clause in require.parse(text)]
-    first = Variant(a, (), both, allow_local)
-    second = Variant(b or a, overlays, both + sets, allow_local)
-    if second == first:
+    left, right = Variant(a, (), both, allow_local), Variant(b or a, overlays, both + sets, allow_local)
+    if left == right:
         raise FlowInferError("A and B are the same.", help="Name a second file, or change B by -o or --set.")
-    asks, console = load_asks(on), Console(stderr=True, highlight=False)
+    asks, console = requests.load(), Console(stderr=True, highlight=False)
     setup = Setup(
-        a=first.name,
-        b=second.name,
-        changes=_changes(first, second),
-        requests=on,
+        a=left.name,
+        b=right.name,
+        changes=_changes(left, right),
+        requests=requests.on,
         num_requests=len(asks),
         rounds=rounds,
         in_flight=in_flight,
@@ -139,8 +138,8 @@ def compare(
         machine=machine(),
         when=time.strftime("%Y-%m-%d %H:%M"),
     )
-    with arms(first, second, real, console) as (left, right), _progress(console, len(asks) * rounds) as progress:
-        groups = run_rounds(left, right, asks, rounds=rounds, in_flight=in_flight, progress=progress)
+    with arms(left, right, real, console) as sides, _progress(console, len(asks) * rounds) as progress:
+        groups = run_rounds(*sides, asks, rounds=rounds, in_flight=in_flight, progress=progress)
         comparison = compared(groups, setup)
     write(comparison, json_file, html_file)
     show(comparison, Console(highlight=False))

@@ -54,12 +54,24 @@ class Arm(Protocol):
     """One side."""
 
     def answer(self, asks: Sequence[Ask], salt: str) -> list[Answer]:
-        """Sends these requests at once and waits for all answers."""
+        """Sends these requests, each as much after the first one as its `at` is, and waits for all answers."""
 
     def memory(self) -> int | None:
         """Bytes of resident memory that this side holds; None where it can't be told from the other's."""
 
     def close(self) -> None: ...
+
+
+class Waits:
+    """Lets requests go when their time has come, as counted from the first one."""
+
+    def __init__(self, asks: Sequence[Ask]) -> None:
+        self._began, self._first = time.perf_counter(), asks[0].at
+
+    def until(self, ask: Ask) -> None:
+        """Sleeps until this one is due."""
+        if (left := self._began + ask.at - self._first - time.perf_counter()) > 0:
+            time.sleep(left)
 
 
 class LocalArm:
@@ -76,8 +88,9 @@ class LocalArm:
 
     def answer(self, asks: Sequence[Ask], salt: str) -> list[Answer]:
         ended: queue.SimpleQueue[int] = queue.SimpleQueue()
-        answers = [Answer(asked=0.0) for _ in asks]
+        answers, waits = [Answer(asked=0.0) for _ in asks], Waits(asks)
         for index, ask in enumerate(asks):
+            waits.until(ask)
             self._submit(ask, salt, answers[index], partial(ended.put, index))
         for _ in asks:
             self._wait(ended)
@@ -166,10 +179,12 @@ class ServiceArm:
             connection.close()
 
     def answer(self, asks: Sequence[Ask], salt: str) -> list[Answer]:
+        waits = Waits(asks)
         with ThreadPoolExecutor(len(asks)) as pool:
-            return list(pool.map(lambda ask: self._one(ask, salt), asks))
+            return list(pool.map(lambda ask: self._one(ask, salt, waits), asks))
 
-    def _one(self, ask: Ask, salt: str) -> Answer:
+    def _one(self, ask: Ask, salt: str, waits: Waits) -> Answer:
+        waits.until(ask)
         body = json.loads(ask.with_model(self._model, salt))
         body |= {"stream": True, "stream_options": {"include_usage": True}}
         answer = Answer(asked=time.perf_counter())

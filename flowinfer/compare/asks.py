@@ -1,4 +1,4 @@
-"""The requests of a comparison: the built-in mix, or a file with one a line. Runs nothing.
+"""The requests of a comparison: the built-in mix, a file with one a line, or a trace. Runs nothing.
 
 The built-in prompts were written for FlowInfer and are under its licence, Apache-2.0.
 """
@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from flowinfer.errors import FlowInferError
+
+if TYPE_CHECKING:
+    from flowinfer.compare.traffic import TraceOptions
 
 BUILTIN = "builtin"
 CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
@@ -19,11 +22,12 @@ MAX_TOKENS = 64
 
 
 class Ask(msgspec.Struct, frozen=True):
-    """One request of the OpenAI API, without its model. `path` is that of its endpoint."""
+    """One request of the OpenAI API, without its model. path: of its endpoint.  at: seconds from the first one."""
 
     name: str
     path: str
     body: dict[str, Any]
+    at: float = 0.0
 
     def with_model(self, model: str, cache_salt: str) -> bytes:
         """The body; the salt keeps what other rounds have cached from this one."""
@@ -31,11 +35,11 @@ class Ask(msgspec.Struct, frozen=True):
         return json.dumps({"model": model, "temperature": 0, **self.body, "cache_salt": salt}).encode()
 
 
-def load_asks(source: str) -> list[Ask]:
+def load_asks(source: str, options: TraceOptions | None = None) -> list[Ask]:
     """The requests of a file, or the built-in mix. Raises FlowInferError with the line at fault.
 
     A line holds `chat` (text or messages) or `prompt`, and any further fields of the API; or a line of OpenAI's batch
-    format.
+    format; or, in a trace, lengths and `hash_ids`: these are made into requests as `options` say.
     """
     path = Path(__file__).parent / "builtin.jsonl" if source == BUILTIN else Path(source)
     try:
@@ -44,12 +48,30 @@ def load_asks(source: str) -> list[Ask]:
         raise FlowInferError(
             f"{path} can't be read: {error}.", help="--on takes a file of JSON lines, or builtin."
         ) from error
+    if any(_is_traced(line) for line in lines[:1]):
+        return _traced(path, options)
     asks = [_ask(number, text, path) for number, text in enumerate(lines, start=1) if text.strip()]
     if not asks:
         raise FlowInferError(
             f"{path} holds no requests.", help='A line looks like {"chat": "Hello", "max_tokens": 32}.'
         )
     return asks
+
+
+def _is_traced(line: str) -> bool:
+    """True for a line of a trace."""
+    try:
+        return "hash_ids" in json.loads(line)
+    except (ValueError, TypeError):
+        return False
+
+
+def _traced(path: Path, options: TraceOptions | None) -> list[Ask]:
+    from flowinfer.compare.traffic import TraceOptions, asks_of
+    from flowinfer.sim.trace import read_trace
+
+    options = options or TraceOptions()
+    return asks_of(read_trace(path, options.block_tokens), options)
 
 
 def _ask(number: int, text: str, path: Path) -> Ask:
