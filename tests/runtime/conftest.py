@@ -15,8 +15,8 @@ from flowinfer.graph.plan import Plan
 def start(tmp_path: Path) -> Iterator[Start]:
     started: list[Service] = []
 
-    def begin(plan: Plan, hung_s: float = 60.0, *, kept: bool = False) -> Service:
-        started.append(Service(plan, tmp_path, hung_s, kept=kept))
+    def begin(plan: Plan, hung_s: float = 60.0, *, kept: bool = False, max_deaths: int = 5) -> Service:
+        started.append(Service(plan, tmp_path, hung_s, kept=kept, max_deaths=max_deaths))
         return started[-1]
 
     yield begin

@@ -1,4 +1,4 @@
-"""Runs a supervisor on a plan in JSON: `python serve_plan.py PLAN HUNG_S [kept]`. Says on stdout what it says."""
+"""Runs a supervisor on a plan in JSON: `python serve_plan.py PLAN HUNG_S [MAX_DEATHS]`. Says on stdout what it says."""
 
 from __future__ import annotations
 
@@ -38,4 +38,4 @@ def serve(keeper: Kept | None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(keep(serve) if "kept" in sys.argv[3:] else serve(None))
+    sys.exit(keep(serve, max_deaths=int(sys.argv[3])) if sys.argv[3:] else serve(None))

@@ -29,15 +29,22 @@ def until(claim: Callable[[], bool], what: str) -> None:
 class Service:
     """A supervisor in a process of its own, `kept` by a keeper or alone."""
 
-    def __init__(self, plan: Plan, folder: Path, hung_s: float, *, kept: bool = False) -> None:
+    def __init__(self, plan: Plan, folder: Path, hung_s: float, *, kept: bool = False, max_deaths: int = 5) -> None:
         self.file = folder / "notes.txt"
         self.file.touch()
         self.log = folder / "log.txt"
         self.tmp = folder
         (folder / "plan.json").write_bytes(msgspec.json.encode(plan))
         path = os.pathsep.join([str(HERE), str(HERE.parents[1]), os.environ.get("PYTHONPATH", "")])
+        limit = [str(max_deaths)] if kept else []
         self.process = subprocess.Popen(
-            [sys.executable, str(HERE / "serve_plan.py"), str(folder / "plan.json"), str(hung_s), *["kept"] * kept],
+            [
+                sys.executable,
+                str(HERE / "serve_plan.py"),
+                str(folder / "plan.json"),
+                str(hung_s),
+                *[str(max_deaths)] * kept,
+            ],
             stdout=self.log.open("wb"),
             stderr=subprocess.STDOUT,
             env=os.environ | {"PYTHONPATH": path, "TMPDIR": str(folder)},

@@ -9,7 +9,9 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
+import random
 import signal
+import threading
 from pathlib import Path
 
 import pytest
@@ -23,7 +25,9 @@ from flowinfer.runtime.rewire.protocol import Request, Step
 STEPS = ("begin", "prepare", "verify", "switch", "drain", "probation", "retire")
 VICTIMS = ("controller", "front.0", "middle.0", "back.0", "back.1")
 OVER = ("done", "abandoned", "failed", "refused")
-IN_CI = (("controller", "switch"), ("controller", "drain"))
+IN_CI = (("controller", "prepare"), ("controller", "drain"))
+# Of a change whose controller dies. In verify and switch it depends on who had heard of the switch.
+FATE = {"begin": "abandoned", "prepare": "abandoned", "drain": "done", "probation": "done", "retire": "done"}
 
 
 @pytest.fixture(autouse=True)
@@ -34,7 +38,7 @@ def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def service_of(start: Start, tmp: Path) -> Changing:
     plan = loaded(tmp, open=16)
     plan.stages["answer"] = stage("answer", "HoldingAnswerer", "back", delay=0.1)
-    change = Changing(start(plan, kept=True), plan)
+    change = Changing(start(plan, kept=True, max_deaths=100), plan)
     change.go_round(40)
     return change
 
@@ -92,12 +96,42 @@ def check_whole(change: Changing) -> None:
 def test_a_kill_in_a_change_leaves_one_whole_epoch(start: Start, tmp_path: Path, victim: str, step: str) -> None:
     change = service_of(start, tmp_path)
     kill_in(change, victim, step, change.plan)
+    if victim == "controller" and step in FATE:
+        assert last_step(change).step == FATE[step]
     check_whole(change)
     if victim == "front.0":  # its clients are gone with it, and what they had asked for
         change.service.process.send_signal(signal.SIGTERM)
         change.service.wait_gone()
     else:
         change.check_ends(allowed=frozenset() if victim == "controller" else frozenset({"worker_died"}))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(4))
+def test_kills_at_any_time_of_many_changes(start: Start, tmp_path: Path, seed: int) -> None:
+    """The controller, and half of the time a worker with it, at a random moment of each of ten changes."""
+    rng = random.Random(seed)
+    change = service_of(start, tmp_path)
+    for number in range(10):
+        resumed, epoch = change.num_resumed(), change.status().epoch
+        also = rng.choice(["", "middle.0", "back."]) if number % 2 else ""
+        victims = [
+            change.controller,
+            *(p.pid for n, p in change.service.workers().items() if also and n.startswith(also)),
+        ]
+        timer = threading.Timer(
+            rng.random() * 1.5, lambda victims=victims: [os.kill(v, signal.SIGKILL) for v in victims]
+        )
+        timer.start()
+        with contextlib.suppress(FlowInferError):
+            [*change.replies(change.status(), "relay", "answer")]
+        timer.join()
+        until(lambda resumed=resumed: change.num_resumed() > resumed, "another controller")
+        until(lambda: {"front.0", "middle.0"} <= change.service.workers().keys(), "all are there")
+        until(lambda: len({n for n in change.service.workers() if n.startswith("back.")}) == 1, "one of these")
+        assert change.status().epoch - epoch in (0, 1, 2), "made, not made, or taken back"
+        change.go_round(40)
+    change.check_ends(allowed=frozenset({"worker_died"}))
 
 
 @pytest.mark.slow

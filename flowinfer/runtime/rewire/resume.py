@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Literal
 
 from flowinfer.errors import FlowInferError
@@ -78,14 +78,11 @@ def _abandon(controller: Controller, change: Underway) -> None:
 def _abandon_workers(controller: Controller, change: Underway) -> None:
     supervisor = controller.supervisor
     supervisor.tell_all(Abandon(number=change.number))
-    _end(controller, change.born)
+    # Those on trial may be more than the change has written down: they are started first.
+    born = [child for child in supervisor.children.values() if child.on_trial or child.name in change.born]
+    supervisor.end(born)
     for child in supervisor.children.values():
         child.leaving = False
-
-
-def _end(controller: Controller, names: Collection[str]) -> None:
-    supervisor = controller.supervisor
-    supervisor.end([supervisor.children[name] for name in names if name in supervisor.children])
 
 
 def _restart(controller: Controller, change: Underway) -> None:
