@@ -183,6 +183,25 @@ def test_a_stop_string_counts_in_arguments_too(stage: Detokenize, tokenizer: Tex
     assert (pieces[0].calls[0].arguments, finish_of(pieces).stop) == ('{"a": "☃ ', "END")
 
 
+@pytest.mark.parametrize("step_size", [1, 2, 5, 1000])
+@pytest.mark.parametrize("stop", ["</think", "So.\n</thinking>", "\n\nWell!", "Well.\n<tool"])
+def test_a_stop_held_back_over_the_end_of_reasoning_lets_none_of_it_leak(
+    stage: Detokenize, tokenizer: TextTokenizer, step_size: int, stop: str
+) -> None:
+    ids = ids_of(tokenizer, ANSWER)
+    steps = [ids[n : n + step_size] for n in range(0, len(ids), step_size)]
+    opened = opening(reply=FORM, stop=(stop,))
+    pieces = run(
+        stage,
+        *(batch({"a": step}, [opened] if n == 0 else []) for n, step in enumerate(steps)),
+        batch({"a": [2]}, finished={0: Finish(reason="stop", stop=2)}),
+    )
+    assert "".join(piece.reasoning for piece in pieces) == "So."
+    cut = stop in ANSWER
+    assert "".join(piece.text for piece in pieces) == ("" if cut else "Well.")
+    assert any(piece.calls for piece in pieces) != cut
+
+
 def test_a_special_token_that_is_a_marker_is_seen_by_the_parser_only(
     tokenizer: TextTokenizer,
 ) -> None:

@@ -275,6 +275,15 @@ def test_turns_of_a_user_that_follow_each_other_are_one(start: Any) -> None:
     assert text_of(answer) == "[{'role': 'user', 'content': 'a\\nb'}]"
 
 
+def test_a_begun_answer_is_gone_on_with(start: Any) -> None:
+    def tell(call: Call) -> Any:
+        yield Piece(id=call.id, text=str(call.template_args), finish=Finish(reason="stop"))
+
+    turns = [*ASK["messages"], {"role": "assistant", "content": "So"}]
+    answer = client_of(started(start, tell)).messages.create(**(ASK | {"messages": turns}))
+    assert "'continue_final_message': True" in text_of(answer)
+
+
 IMAGE = {"type": "image", "source": {"type": "url", "url": "http://x"}}
 
 

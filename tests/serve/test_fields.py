@@ -332,6 +332,13 @@ def test_effort_reaches_the_template() -> None:
     assert own == {"reasoning_effort": "high", "enable_thinking": False}
 
 
+def test_a_begun_answer_reaches_the_template() -> None:
+    begun = [*USER, {"role": "assistant", "content": "So"}]
+    assert chat(messages=begun, continue_final_message=True).calls[0].template_args == {"continue_final_message": True}
+    assert chat(messages=begun).calls[0].template_args == {}
+    assert refused(continue_final_message=True).param == "continue_final_message"
+
+
 TOOL = {"type": "function", "function": {"name": "f"}}
 CALL = {"id": "a", "type": "function", "function": {"name": "f", "arguments": "{}"}}
 
