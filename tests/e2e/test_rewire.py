@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +14,8 @@ from harness import Service, prompt_ids
 
 from flowinfer.graph.plan import Plan
 from flowinfer.runtime.rewire.control import ask, running
-from flowinfer.runtime.rewire.protocol import Reply, Request
+from flowinfer.runtime.rewire.protocol import SERVICE, Reply, Request
+from flowinfer.runtime.rewire.protocol import Service as About
 
 PROMPTS = [prompt_ids(12 + 20 * i, seed=i) for i in range(2)]
 MAX_TOKENS = 12
@@ -68,6 +71,11 @@ def status(folder: Path) -> Plan:
     return reply.plan
 
 
+def controller(folder: Path) -> int:
+    """Process id of the supervisor."""
+    return msgspec.json.decode((folder / SERVICE).read_bytes(), type=About).controller
+
+
 def change(folder: Path, plan: Plan, *renew: str) -> Reply:
     *_, last = ask(folder, Request(do="apply", plan=plan, renew=renew, probation_s=0.1))
     return last
@@ -87,3 +95,18 @@ def test_swaps_under_load_leave_greedy_answers_as_they_were(prod: Service, folde
     assert streams.wrong == []
     assert streams.num_right >= len(PROMPTS)
     assert status(folder).epoch >= 3
+
+
+def test_a_controller_that_is_killed_in_a_swap_leaves_answers_as_they_were(prod: Service, folder: Path) -> None:
+    before = status(folder).epoch
+    with Streams(prod) as streams:
+        for step in ("prepare", "drain"):
+            told = []
+            for reply in ask(folder, Request(do="apply", plan=status(folder), renew=("detokenize",), probation_s=0.1)):
+                told.append(reply.text)
+                if reply.text.startswith(step) and len(told) < 10 and not any("takeover" in text for text in told):
+                    os.kill(controller(folder), signal.SIGKILL)
+            assert any(text.startswith("takeover") for text in told), told
+    assert streams.wrong == []
+    assert streams.num_right >= len(PROMPTS)
+    assert before < status(folder).epoch <= before + 2

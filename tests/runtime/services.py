@@ -38,13 +38,7 @@ class Service:
         path = os.pathsep.join([str(HERE), str(HERE.parents[1]), os.environ.get("PYTHONPATH", "")])
         limit = [str(max_deaths)] if kept else []
         self.process = subprocess.Popen(
-            [
-                sys.executable,
-                str(HERE / "serve_plan.py"),
-                str(folder / "plan.json"),
-                str(hung_s),
-                *[str(max_deaths)] * kept,
-            ],
+            [sys.executable, str(HERE / "serve_plan.py"), str(folder / "plan.json"), str(hung_s), *limit],
             stdout=self.log.open("wb"),
             stderr=subprocess.STDOUT,
             env=os.environ | {"PYTHONPATH": path, "TMPDIR": str(folder)},
