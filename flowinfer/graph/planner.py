@@ -101,6 +101,8 @@ def _api(graph: Graph) -> StagePlan:
         "models": [model for model in models if model],
         "max_requests": serve.max_requests,
         "request_timeout": format_duration(serve.request_timeout),
+        "max_body": f"{serve.max_body}B",
+        "keepalive": format_duration(serve.keepalive),
     }
     chats = [s.config for s in graph.stages.values() if s.config is not None and hasattr(s.config, "template_args")]
     if chats and (chat := chats[0].model_dump(mode="json", include=_CHAT, exclude_defaults=True)):

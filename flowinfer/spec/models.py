@@ -92,6 +92,10 @@ class Serve(Section):
     """Open requests beyond which new ones get 429."""
     request_timeout: Duration = 600.0
     """A request that takes longer fails with 504."""
+    max_body: ByteSize = 16 * 2**20
+    """Size of a request's body beyond which it gets 413; uploads of files may have 200 MiB."""
+    keepalive: Duration = 15.0
+    """A stream that has nothing to say for so long sends a sign of life, so that proxies don't cut it."""
     sampling: Sampling | None = None
     """Sampling defaults."""
     drain_timeout: Duration = 30.0
