@@ -14,15 +14,21 @@ import uuid
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from pathlib import Path
 from typing import Any, Protocol
 
 import msgspec
 
 from flowinfer.compare.asks import CHAT, Ask
 from flowinfer.errors import FlowInferError, RequestError
+from flowinfer.graph.diff import compare
 from flowinfer.graph.plan import Plan
 from flowinfer.message import Piece
+from flowinfer.runtime.loading import LoadStage
 from flowinfer.runtime.local import LocalService
+from flowinfer.runtime.rewire import control
+from flowinfer.runtime.rewire.protocol import Request
+from flowinfer.runtime.stats import resident_bytes
 from flowinfer.serve.gateway import GatewayConfig
 from flowinfer.serve.openai.chat import ChatRequest, chat_job
 from flowinfer.serve.openai.completions import CompletionRequest, completion_job
@@ -75,9 +81,12 @@ class Waits:
 
 
 class LocalArm:
-    """The graph fused into a thread of this process, whose memory it shares with the other side."""
+    """The graph fused into a thread of this process. alone: nothing else is in it, so that its memory is the arm's."""
 
-    def __init__(self, plan: Plan, opened: Callable[[LocalService], None] = lambda service: None) -> None:
+    def __init__(
+        self, plan: Plan, opened: Callable[[LocalService], None] = lambda service: None, *, alone: bool = False
+    ) -> None:
+        self._plan, self._alone = plan, alone
         config = GatewayConfig.of(plan)
         self._model = config.models[0]
         self._limits = Limits.of(config)
@@ -119,8 +128,18 @@ class LocalArm:
                 if self._service.error is not None:
                     raise FlowInferError(f"The pipeline broke: {self._service.error}") from self._service.error
 
+    def take(self, plan: Plan) -> str:
+        """Runs this plan from now on if that needs no start: "live" or "warm", as `flowinfer plan` says; else ""."""
+        diff = compare(self._plan, plan, LoadStage(Path(plan.file).parent, plan.allow_local))
+        fits = all(change.kind == "live" or change.stages for change in diff.changes)
+        if not fits or diff.kind not in ("live", "warm"):
+            return ""
+        self._service.change(plan)
+        self._plan = plan
+        return diff.kind
+
     def memory(self) -> int | None:
-        return None
+        return resident_bytes() if self._alone else None
 
     def close(self) -> None:
         self._service.close()
@@ -203,6 +222,16 @@ class ServiceArm:
             connection.close()
         answer.ended = answer.ended or time.perf_counter()
         return answer
+
+    def take(self, plan: Plan) -> str:
+        """As LocalArm's, by the service's own machinery; replaced workers count as warm."""
+        folder = next(folder for service, folder in control.running() if service.pid == self._process.pid)
+        replies = [*control.ask(folder, Request(do="plan", plan=plan))]
+        kinds = {change.kind for change in replies[-1].changes}
+        if not replies[-1].ok or not kinds <= {"live", "warm"}:
+            return ""
+        *_, last = control.ask(folder, Request(do="apply", plan=plan, note="sweep", probation_s=0.0))
+        return ("warm" if "warm" in kinds else "live") if last.ok else ""
 
     def memory(self) -> int:
         """Sum over the workers, from /metrics."""

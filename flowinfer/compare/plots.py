@@ -53,9 +53,9 @@ def sequence(title: str, a: Sequence[float], b: Sequence[float]) -> str:
     return _chart(title, "request", sides, ("A", "B"), (A, B)) if a and b else ""
 
 
-def scatter(title: str, x_name: str, points: Sequence[Point], names: Sequence[str]) -> str:
-    """Named points: what each choice costs in one figure and gains in another."""
-    return _chart(title, x_name, [[point] for point in points], names, [B] * len(points), dots=True)
+def scatter(title: str, x_name: str, points: Sequence[Point], names: Sequence[str], line: Sequence[Point] = ()) -> str:
+    """Named points: what each choice costs in one figure and gains in another; `line` joins some of them."""
+    return _chart(title, x_name, [[point] for point in points], names, [B] * len(points), dots=True, line=line)
 
 
 def _chart(
@@ -68,6 +68,7 @@ def _chart(
     steps: bool = False,
     percent: bool = False,
     dots: bool = False,
+    line: Sequence[Point] = (),
 ) -> str:
     height, left, right, top, bottom = 280, 64, WIDTH - 40, 34, 236
     xs, ys = [p[0] for side in sides for p in side], [p[1] for side in sides for p in side]
@@ -85,6 +86,8 @@ def _chart(
         y = float(at((x_low, tick)).split()[1])
         out += [_line(left, y, right, y, LINE, 0.8), _text(left - 8, y + 4, _label(tick, percent), "end")]
     out.append(_text(right, bottom + 36, x_name, "end"))
+    if len(line) > 1:
+        out.append(_path([at(point) for point in line], LINE, steps=False))
     for number, (side, name, colour) in enumerate(zip(sides, names, colours, strict=True)):
         if dots:
             x, y = (float(part) for part in at(side[0]).split())

@@ -1,7 +1,8 @@
 """Many settings of one graph under the same requests: the cells of the grid, and the file that remembers them.
 
-Each cell is loaded by itself. A cell is known by its settings, the resolved document and the requests: a sweep that was
-killed goes on behind the last line, and one over another file or mix begins anew.
+A cell takes over what runs where its settings fit beside it, else it is loaded by itself; cells are run in an order
+that needs few starts. A cell is known by its settings, the resolved document and the requests: a sweep that was killed
+goes on behind the last line, and one over another file or mix begins anew.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from flowinfer.compare.asks import Ask
 from flowinfer.compare.figures import Limit, figures
 from flowinfer.compare.rounds import Group
 from flowinfer.errors import FlowInferError
+from flowinfer.graph.diff import ORDER, Loader, compare
+from flowinfer.graph.plan import Plan
 
 
 class Axis(msgspec.Struct, frozen=True):
@@ -29,13 +32,17 @@ class Axis(msgspec.Struct, frozen=True):
 
 
 class Cell(msgspec.Struct):
-    """One finished cell: figures by name as in a comparison, and its answers, to hold against those of other cells."""
+    """One finished cell: figures by name as in a comparison, and its answers, to hold against those of other cells.
+
+    how: it came to run by a start, or by a live or warm change of the cell before.
+    """
 
     key: str
     sets: dict[str, str]
     figures: dict[str, float | None]
     texts: list[str]
     failed: list[str]
+    how: str = "start"
 
     @property
     def name(self) -> str:
@@ -80,30 +87,66 @@ def cells(axes: Sequence[Axis], *, paired: bool = False) -> list[dict[str, str]]
     return [dict(zip((axis.path for axis in axes), row, strict=True)) for row in rows]
 
 
-def key_of(digest: str, sets: dict[str, str], asks: Sequence[Ask], rounds: int, in_flight: int, limit: Limit) -> str:
+def order(plans: Sequence[Plan], load: Loader) -> list[int]:
+    """In which order to run the cells of these plans: from each to the nearest that is left, for few starts."""
+    left, found = list(range(len(plans))), [0] if plans else []
+    left = left[1:]
+    while left:
+        here = plans[found[-1]]
+        nearest = min(left, key=lambda index: (ORDER.index(compare(here, plans[index], load).kind), index))
+        left.remove(nearest)
+        found.append(nearest)
+    return found
+
+
+def key_of(
+    digest: str,
+    sets: dict[str, str],
+    asks: Sequence[Ask],
+    rounds: int,
+    in_flight: int,
+    limit: Limit,
+    real: bool = False,
+) -> str:
     """What names a cell; digest is that of its plan."""
-    what = msgspec.json.encode([digest, sets, list(asks), rounds, in_flight, limit])
+    what = msgspec.json.encode([digest, sets, list(asks), rounds, in_flight, limit, real])
     return hashlib.sha256(what).hexdigest()[:16]
 
 
-def run_cell(arm: Arm, asks: Sequence[Ask], rounds: int, in_flight: int) -> list[Group]:
-    """All requests `rounds` times; both sides of the groups are this arm. A first group warms up."""
+def run_cell(arm: Arm, asks: Sequence[Ask], rounds: int, in_flight: int, salt: str = "") -> list[Group]:
+    """All requests `rounds` times; both sides of the groups are this arm. A first group warms up.
+
+    salt: keeps what other cells have cached in the same service from this one.
+    """
     parts = [list(asks[start : start + in_flight]) for start in range(0, len(asks), in_flight)]
-    arm.answer(parts[0], "warm-up")
+    arm.answer(parts[0], f"{salt} warm-up")
     groups = []
     for number in range(rounds):
         for part in parts:
-            answers = arm.answer(part, f"round-{number}")
-            groups.append(Group(number, part, answers, answers))
+            answers = arm.answer(part, f"{salt} round-{number}")
+            held = arm.memory()
+            groups.append(Group(number, part, answers, answers, None if held is None else (held, held)))
     return groups
 
 
-def finished(key: str, sets: dict[str, str], groups: Sequence[Group], limit: Limit) -> Cell:
+def finished(key: str, sets: dict[str, str], groups: Sequence[Group], limit: Limit, how: str = "start") -> Cell:
     """The cell of what was measured."""
     found = figures(groups, limit)
     answers: list[Answer] = [answer for group in groups for answer in group.a]
     failed = compare_answers(groups).failed_a
-    return Cell(key, sets, {figure.name: figure.a for figure in found}, [a.text for a in answers], failed)
+    return Cell(key, sets, {figure.name: figure.a for figure in found}, [a.text for a in answers], failed, how)
+
+
+def front(found: Sequence[Cell], cost: str = "latency_p50", gain: str = "tokens_per_s") -> list[Cell]:
+    """Cells that no other beats in both figures: the choices that make sense (Pareto), cheapest first."""
+    measured = [(c.figures[cost], c.figures[gain], c) for c in found]
+    points = sorted(((x, -y, number) for number, (x, y, _) in enumerate(measured) if x is not None and y is not None))
+    best, chosen = float("inf"), []
+    for _, lost, number in points:
+        if lost < best:
+            best = lost
+            chosen.append(measured[number][2])
+    return chosen
 
 
 def read_cells(path: Path) -> dict[str, Cell]:

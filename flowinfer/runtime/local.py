@@ -6,6 +6,7 @@ import secrets
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from flowinfer.runtime.clock import SystemClock
 from flowinfer.runtime.device import gpu_arena, resolve_device
 from flowinfer.runtime.group import Group, Host
 from flowinfer.runtime.loading import LoadStage
+from flowinfer.runtime.rewire.graft import Graft
 from flowinfer.runtime.stage_run import StageRun
 from flowinfer.stage import Arena, Clock, Stage, StageConfig
 
@@ -184,6 +186,41 @@ class LocalService:
         if not isinstance(api, LocalApi):
             raise FlowInferError("this local service has no LocalApi.", help="Leave `api` out of `stages`.")
         return api
+
+    # -- changes -------------------------------------------------------------------------------------------------------
+
+    def change(self, plan: Plan) -> None:
+        """Runs another plan from now on, whose differences fit inside of this worker (graph.diff). For an idle service.
+
+        Raises StageError with nothing changed.
+        """
+        if self._thread is None:
+            self._change(plan)
+            return
+        done: Future[None] = Future()
+
+        def act() -> None:
+            try:
+                done.set_result(self._change(plan))
+            except Exception as error:
+                done.set_exception(error)
+
+        self.group.submit(None, lambda: None, lambda _: act())
+        done.result()
+
+    def _change(self, plan: Plan) -> None:
+        """Between two turns, in the loop's thread."""
+        own = self.group.plan.stages[API]
+        plan = msgspec.structs.replace(plan, stages=plan.stages | {API: own})  # which has no settings here
+        graft = Graft(self.group, plan, [stage.name for stage in _upstream_first(plan)])
+        graft.build()
+        graft.open()
+        try:
+            graft.switch()
+        except Exception:
+            graft.discard()
+            raise
+        self.group.drain_layers()
 
     # -- the loop ------------------------------------------------------------------------------------------------------
 
