@@ -103,6 +103,7 @@ def _api(graph: Graph) -> StagePlan:
         "request_timeout": format_duration(serve.request_timeout),
         "max_body": f"{serve.max_body}B",
         "keepalive": format_duration(serve.keepalive),
+        "tools": any(getattr(stage.config, "tool_parser", "none") != "none" for stage in graph.stages.values()),
     }
     chats = [s.config for s in graph.stages.values() if s.config is not None and hasattr(s.config, "template_args")]
     if chats and (chat := chats[0].model_dump(mode="json", include=_CHAT, exclude_defaults=True)):

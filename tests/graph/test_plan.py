@@ -116,3 +116,12 @@ def test_tcp_off_this_host_with_keys_is_allowed(tmp_path: Path) -> None:
     network = "network: {transport: tcp, bind: 10.0.0.1, " + curve + "}\n"
     (tmp_path / "x.yaml").write_text((PIPELINES / "prod.yaml").read_text() + network)
     assert load_plan(tmp_path / "x.yaml").network.curve_secret_key_file == str(tmp_path / "key")
+
+
+def test_the_front_knows_whether_a_stage_reads_calls_and_how_chats_are_told() -> None:
+    def api(*sets: str) -> dict[str, object]:
+        return load_plan(PIPELINES / "prod.yaml", (), sets).stages["api"].config
+
+    assert api()["tools"] is True
+    assert api("stages.tokenize.with.tool_parser=none")["tools"] is False
+    assert api("stages.tokenize.with.recipe=deepseek-v4")["chat"] == {"recipe": "deepseek-v4"}
