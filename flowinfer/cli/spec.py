@@ -155,14 +155,17 @@ def stages(name: str | None, allow_local: bool) -> None:
 
 
 @click.command()
-def schema() -> None:
+@click.option("--tests", is_flag=True, help="Of the tests beside them (*_test.yaml).")
+def schema(tests: bool) -> None:
     """Print the JSON Schema of pipeline files.
 
     In VS Code, for one: flowinfer schema > flowinfer.schema.json, then in a pipeline file
     `# yaml-language-server: $schema=flowinfer.schema.json`.
     """
-    from flowinfer.spec.schema import json_schema
-
+    if tests:
+        from flowinfer.testing.schema import json_schema
+    else:
+        from flowinfer.spec.schema import json_schema
     click.echo(json.dumps(json_schema(), indent=2, ensure_ascii=False))
 
 

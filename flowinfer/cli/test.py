@@ -80,5 +80,5 @@ def _files(paths: tuple[Path, ...]) -> list[Path]:
         elif path.stem.endswith("_test"):
             found.append(path)
         else:
-            found.append(path.with_name(f"{path.stem}_test.yaml"))
+            found += [path.with_name(f"{path.stem}_test.yaml"), *sorted(path.parent.glob(f"{path.stem}_*_test.yaml"))]
     return found

@@ -14,7 +14,7 @@ from flowinfer.stage import Stage
 
 DRAFT = "https://json-schema.org/draft/2020-12/schema"
 _VARIABLE = {"type": "string", "pattern": r"\$\{[^{}]+\}"}
-_UNITS = {
+UNITS = {
     "duration": {
         "type": "string",
         "pattern": r"^[0-9]+(\.[0-9]+)? ?(us|µs|ms|s|min|m|h|d)$",
@@ -138,8 +138,8 @@ def _with_variables(value: dict[str, Any]) -> dict[str, Any]:
     """Every single value may be a variable; every quantity may carry its unit; an overlay may leave out anything."""
     inner = {key: _deeper(key, item) for key, item in value.items() if key not in ("title", "required")}
     unit = inner.pop("unit", None)
-    if unit in _UNITS:
-        return _choice(inner, [_UNITS[unit], _PLAIN_NUMBERS.get(unit, {"const": 0})])
+    if unit in UNITS:
+        return _choice(inner, [UNITS[unit], _PLAIN_NUMBERS.get(unit, {"const": 0})])
     if inner.get("type") in ("integer", "number", "boolean") or {"enum", "const", "pattern"} & inner.keys():
         return _choice(inner, [{key: item for key, item in inner.items() if key not in ("default", "description")}])
     return inner

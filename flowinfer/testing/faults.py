@@ -65,7 +65,7 @@ class _Running:
         self.left = math.inf if fault.count is None else fault.count
         self._seen = 0
         self.prepare()
-        if fault.trigger and not watch(self.worker, fault.trigger, self._count):
+        if fault.trigger and self._is_new and not watch(self.worker, fault.trigger, self._count):
             self._count_arrivals(fault.trigger)
 
     def prepare(self) -> None:
@@ -77,9 +77,16 @@ class _Running:
     def end(self) -> None:
         """Its time is over."""
 
+    @property
+    def _is_new(self) -> bool:
+        """False in a worker that comes back: what a message began has been. Of deaths there may be several."""
+        return self.worker.generation <= (self.fault.count or 1 if self.fault.kind == "kill" else 1)
+
     def begin(self, at: float) -> None:
-        if not self.fault.trigger:
-            self.worker.call_at(None, at + (self.fault.at or 0.0), self._start)
+        start = at + (self.fault.at or 0.0)
+        is_over = self.fault.lasts is not None and start + self.fault.lasts <= self.worker.clock.now()
+        if not self.fault.trigger and not is_over:
+            self.worker.call_at(None, start, self._start)
 
     def use(self) -> bool:
         """Takes one of its `count`; False when it isn't active."""
@@ -107,7 +114,7 @@ class _Running:
 
     def _start(self) -> None:
         self.active = True
-        if self.fault.lasts is not None:
+        if self.fault.lasts is not None:  # a worker that comes back in the middle of it may end it a little late
             self.worker.call_at(None, self.worker.clock.now() + self.fault.lasts, self._stop)
         self.strike()
 
@@ -118,7 +125,7 @@ class _Running:
 
 class _Kill(_Running):
     def strike(self) -> None:
-        if self.worker.generation <= (self.fault.count or 1):
+        if self._is_new:
             self.injector.die()
 
 
