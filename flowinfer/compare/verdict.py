@@ -54,6 +54,8 @@ def about_answers(answers: Answers) -> str:
 
 def sentence(figure: Figure) -> str:
     """The verdict on one figure."""
+    if figure.change is None and figure.a == 0 and figure.b is not None:
+        return "none on either side" if figure.b == 0 else "B alone has any"
     if figure.change is None:
         return "with --real only" if figure.name == "memory" else "not measured"
     if figure.low is None:
