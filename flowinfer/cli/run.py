@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import http.client
-import json
 import sys
 import threading
 from typing import TYPE_CHECKING
-from urllib.parse import urlsplit
 
 import click
 
@@ -100,14 +97,20 @@ def _serve(
 
 
 def _ask(address: str, text: str) -> None:
+    from http.client import HTTPException  # here: this module is the keeper's as well, which stays small
+
     try:
         click.echo(ask_chat(address, text))
-    except (OSError, http.client.HTTPException, FlowInferError, ValueError) as error:
+    except (OSError, HTTPException, FlowInferError, ValueError) as error:
         click.echo(f"The chat failed: {error}", err=True)
 
 
 def ask_chat(address: str, text: str, *, max_tokens: int = 64) -> str:
     """The answer of a service to one chat message. Raises FlowInferError with the service's own words."""
+    import http.client
+    import json
+    from urllib.parse import urlsplit
+
     url = urlsplit(address)
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(url.hostname or "", url.hostname or "")
     connection = http.client.HTTPConnection(host, url.port, timeout=ASK_TIMEOUT_S)

@@ -6,11 +6,13 @@ import os
 import signal
 from pathlib import Path
 
+import msgspec
 import psutil
 import pytest
 from changing import Changing
 from services import Start, loaded, until
 
+from flowinfer.graph.plan import Plan
 from flowinfer.runtime.rewire.protocol import Request
 
 
@@ -54,6 +56,7 @@ def test_the_next_controller_supervises_changes_and_ends_as_the_first(start: Sta
     change.check_ends(allowed=frozenset({"worker_died"}))
 
 
+@pytest.mark.slow
 def test_a_worker_that_dies_without_a_controller_comes_back(start: Start, tmp_path: Path) -> None:
     plan = loaded(tmp_path)
     change = Changing(start(plan, kept=True), plan)
@@ -68,6 +71,7 @@ def test_a_worker_that_dies_without_a_controller_comes_back(start: Start, tmp_pa
     change.check_ends(allowed=frozenset({"worker_died"}))
 
 
+@pytest.mark.slow
 def test_a_stop_that_comes_between_two_controllers_drains(start: Start, tmp_path: Path) -> None:
     plan = loaded(tmp_path, calls=3, gate=str(tmp_path / "gate"))
     change = Changing(start(plan, kept=True), plan)
@@ -92,6 +96,7 @@ def test_nothing_outlives_a_killed_keeper(start: Start, tmp_path: Path) -> None:
     change.service.wait_gone()
 
 
+@pytest.mark.slow
 def test_a_controller_that_dies_again_and_again_ends_the_service_with_the_cause(start: Start, tmp_path: Path) -> None:
     plan = loaded(tmp_path)
     change = Changing(start(plan, kept=True), plan)
@@ -116,3 +121,63 @@ def test_a_service_that_cannot_start_ends_with_its_cause(start: Start, tmp_path:
     service.wait_gone()
     assert service.process.returncode == 1
     assert "there is no such model here" in service.log.read_text()
+
+
+def with_altered(tmp: Path) -> Plan:
+    plan = loaded(tmp)
+    altered = msgspec.structs.replace(
+        plan.stages["relay"], kind="altered:Altered", config={"changed": str(tmp / "new")}
+    )
+    return msgspec.structs.replace(plan, stages=plan.stages | {"relay": altered})
+
+
+@pytest.mark.slow
+def test_a_worker_of_other_code_is_turned_away_while_the_others_serve_on(start: Start, tmp_path: Path) -> None:
+    plan = with_altered(tmp_path)
+    change = Changing(start(plan), plan)
+    change.go_round()
+    before = change.service.workers()
+    (tmp_path / "new").touch()
+    before["middle.0"].kill()
+    words = (
+        "worker middle.0 runs another FlowInfer than the service, whose code was changed meanwhile. Put the old code"
+    )
+    until(lambda: change.service.log.read_text().count(words) >= 2, "it's told each time")
+    now = change.service.workers()
+    assert all(now[name].pid == before[name].pid for name in ("front.0", "back.0"))
+    refused = change.apply(with_replicas(plan, 2))
+    assert not refused.ok and "isn't ready" in refused.text
+    (tmp_path / "new").unlink()
+    until(lambda: "Worker middle.0 is back." in change.service.log.read_text(), "the old code is back")
+    change.go_round()
+    (tmp_path / "new").touch()
+    refused = change.apply(with_replicas(plan, 2))
+    assert not refused.ok and "runs another FlowInfer than the service" in refused.text
+    change.go_round()
+    change.check_ends(allowed=frozenset({"worker_died"}))
+
+
+def with_replicas(plan: Plan, count: int) -> Plan:
+    middle = msgspec.structs.replace(plan.workers["middle"], replicas=count)
+    return msgspec.structs.replace(plan, workers=plan.workers | {"middle": middle})
+
+
+@pytest.mark.slow
+def test_a_controller_of_other_code_starts_all_workers_anew(start: Start, tmp_path: Path) -> None:
+    plan = loaded(tmp_path)
+    change = Changing(start(plan, kept=True), plan)
+    change.go_round()
+    before = {process.pid for process in change.service.workers().values()}
+    state = change.folder / "state.json"
+    left = msgspec.json.decode(state.read_bytes())
+    state.write_bytes(msgspec.json.encode(left | {"schema": "0123456789abcdef"}))
+    change.kill_controller()
+    assert (
+        "FlowInfer was changed since the service started: all workers are started anew"
+        in change.service.log.read_text()
+    )
+    change.go_round()
+    assert not before & {process.pid for process in change.service.workers().values()}
+    change.service.process.send_signal(signal.SIGTERM)
+    change.service.wait_gone()
+    assert change.service.process.returncode == 0
