@@ -31,7 +31,8 @@ class FakeContext:
         self.timers: list[tuple[float, Callable[[], Iterable[Message] | None]]] = []
         self.given: list[Message] = []  # what background work returned
         self.returned: list[tuple[str, str]] = []  # credit given back: port, request
-        self.full_outputs: set[str] = set()  # for a test to fill
+        self.full_outputs: set[str] = set()  # for a test to fill, as is
+        self.over: set[str] = set()  # requests that have had their end
         self._shared: dict[object, Any] = {}
 
     def submit(
@@ -74,6 +75,18 @@ class FakeContext:
 
     def send(self, event: Event, to: str | None = None) -> None:
         self.sent.append((event, to))
+
+    def instances(self, kind: str) -> list[str]:
+        return []
+
+    def take_over(self, request: str, *, shared: bool = False) -> bool:
+        return not self.is_over(request)
+
+    def hand_on(self, request: str, to: str) -> None:
+        """Nobody keeps count."""
+
+    def is_over(self, request: str) -> bool:
+        return request in self.failed or request in self.over
 
     def shared(self, key: object, make: Callable[[], Made], *, arms: bool = False) -> Made:
         if key not in self._shared:

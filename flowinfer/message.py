@@ -123,8 +123,27 @@ class PrefixHint(msgspec.Struct, array_like=True, kw_only=True):
     owners: list[str] = []  # owners[i]: worker instance that holds block i; shorter than hashes
 
 
+class Progress(msgspec.Struct, array_like=True, kw_only=True):
+    """What a sequence had given when it left a worker, so that another can go on with it.
+
+    output: its tokens so far.  giver: the worker instance that it left. The rest is its usage so far.
+    hits, trials: how well its guessed tokens did, as spec-verify's draft length remembers it.
+    """
+
+    output: Ids
+    giver: str = ""
+    cached_tokens: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
+    hits: float = 0.0
+    trials: float = 0.0
+
+
 class Prompt(Message):
-    """A tokenized request on its way to the model. The facets below are filled in by the stages that add them."""
+    """A tokenized request on its way to the model. The facets below are filled in by the stages that add them.
+
+    progress: of a sequence that was being answered elsewhere before; None: its first token is still to come.
+    """
 
     id: str
     tokens: Ids
@@ -136,6 +155,12 @@ class Prompt(Message):
     bucket: str | None = None  # facet `bucket`
     prefix: PrefixHint | None = None  # facet `prefix`
     arm: str = ""  # as in Call
+    progress: Progress | None = None
+
+    @property
+    def history(self) -> Ids:
+        """Tokens of the prompt and of the answer so far."""
+        return self.tokens if self.progress is None else np.concatenate([self.tokens, self.progress.output])
 
 
 class TokenLogprob(msgspec.Struct, array_like=True):
@@ -173,6 +198,7 @@ class Opening(msgspec.Struct, array_like=True, kw_only=True):
 
     cached_tokens of the prompt were reused; stored_tokens of the others lie in the prefix cache now.
     first_token: the prompt's, where prompt_logprobs of the others are there.
+    before: what the worker `giver` gave of a sequence that goes on here, should that worker's last tokens be lost.
     """
 
     id: str
@@ -182,6 +208,8 @@ class Opening(msgspec.Struct, array_like=True, kw_only=True):
     stored_tokens: int = 0
     first_token: int = 0
     prompt_logprobs: list[TokenLogprob] = []
+    before: Ids | None = None
+    giver: str = ""
 
 
 class Finish(msgspec.Struct, array_like=True, kw_only=True):
@@ -200,6 +228,7 @@ class Finish(msgspec.Struct, array_like=True, kw_only=True):
 class Tokens(Message):
     """The tokens that one decode step yielded: sequence ids[i] got counts[i] of the flat `tokens`, in order.
 
+    positions[i]: how many tokens of the answer come before the first of these; None: all that have come so far.
     finished maps an index into ids to its Finish; opened describes sequences that appear for the first time;
     logprobs, where a sequence asked for them, maps an index into ids to one TokenLogprob a token.
     """
@@ -211,6 +240,7 @@ class Tokens(Message):
     opened: list[Opening] = []
     finished: dict[int, Finish] = {}
     logprobs: dict[int, list[TokenLogprob]] = {}
+    positions: Ids | None = None
 
 
 class TextLogprob(msgspec.Struct, array_like=True):
@@ -350,11 +380,15 @@ class Credit(Event):
 
 
 class Moved(Event):
-    """These requests are now held by `worker`; goes to the gateway, whose ledger fails them if that one dies."""
+    """These requests are now held by `worker`; goes to the gateway, whose ledger fails them if that one dies.
+
+    shared: the worker that held them before still does, so that the death of one of the two harms nobody.
+    """
 
     ids: list[str]
     worker: str = ""
     generation: int = 0
+    shared: bool = False
 
 
 class WorkerDown(Event):
@@ -494,6 +528,36 @@ class KVUnpin(Event):
 
     id: str
     reader: str
+
+
+class Leave(Event):
+    """This worker is about to go: stages that hold running requests send them elsewhere. Sent by it to itself.
+
+    handoff: with their KV, to a worker that runs the same stages.  replay: to be prefilled again.
+    """
+
+    mode: Literal["handoff", "replay"]
+
+
+class HandOff(Event):
+    """Offers a running sequence with its KV to another worker, which answers by KVRelease once it has all of it."""
+
+    bulk: ClassVar[bool] = True
+    sequence: Sequence
+
+
+class HandOffRefused(Event):
+    """The worker that was offered this sequence has no room for it now: it stays where it is."""
+
+    id: str
+    by: str
+
+
+class Replay(Event):
+    """Asks a prefill worker to compute a running sequence again, from its prompt and its tokens so far."""
+
+    bulk: ClassVar[bool] = True
+    prompt: Prompt
 
 
 class KVFetch(Event):

@@ -205,6 +205,21 @@ class Context(Protocol):
     def send(self, event: Event, to: str | None = None) -> None:
         """Sends a control event to one worker instance, or to all (this one included, after this step)."""
 
+    def instances(self, kind: str) -> list[str]:
+        """Other live workers that run a stage of this kind and take new requests."""
+
+    def take_over(self, request: str, *, shared: bool = False) -> bool:
+        """Says that this worker holds a request that came by an event; False, and nothing is done, if it's over.
+
+        shared: the worker that had it does still, until that one says `hand_on`.
+        """
+
+    def hand_on(self, request: str, to: str) -> None:
+        """Says that the request goes on in another worker, and in which."""
+
+    def is_over(self, request: str) -> bool:
+        """True once a request has had its end: what comes for it is late."""
+
     def shared(self, key: object, make: Callable[[], Shared], *, arms: bool = False) -> Shared:
         """The object of this key that the stages of this worker share (an engine, say), made on first use.
 

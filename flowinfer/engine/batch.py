@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flowinfer.engine.grammar import Grammars
-from flowinfer.message import Ids, Sampling, Sequence
+from flowinfer.message import Ids, Progress, Sampling, Sequence
 
 COLDEST = 1e-5  # below it a temperature is greedy: logits over it would leave float32
 
@@ -35,6 +35,7 @@ class Batch:
     joined: slots added since spec-verify last looked; it takes and clears the list.
     limit int32 [max_slots]: length at which a sequence ends.  plain bool [max_slots]: its tokens are the best ones, with
     nothing to edit or to report, so that the device can choose them alone.  drafting: whether spec-verify drafts at all.
+    progress_of: what a sequence with this history has given, used and learned; spec-verify knows.
     """
 
     def __init__(
@@ -66,6 +67,7 @@ class Batch:
         self.prompts: list[Sequence | None] = [None] * max_slots
         self.joined: list[int] = []
         self.slot_of: dict[str, int] = {}
+        self.progress_of: Callable[[Sequence, Ids], Progress | None] = lambda sequence, history: sequence.progress
         self._free = list(range(max_slots - 1, -1, -1))
         self._on_finish = on_finish
 

@@ -77,6 +77,8 @@ class Engine:
         self._watch_pool()
         self.held: dict[str, HeldKV] = {}
         self.on_release: list[Callable[[str], None]] = []
+        self.on_offer: list[Callable[[str], None]] = []  # told what is offered to another worker while it runs
+        self.on_lessee_lost: list[Callable[[str], bool]] = []  # True: somebody here goes on with the request
         self.cost = StepTimeModel()
         self.starved = False  # decode lacks blocks: no new prompt may take any
         self._pins: dict[tuple[str, str], list[int]] = {}
@@ -113,7 +115,7 @@ class Engine:
         """
         names = prompt.prefix.hashes if prompt.prefix else []
         reused = self.pool.acquire(names if prompt.sampling.prompt_logprobs is None else [])
-        fresh = self.pool.allocate(self.layout.blocks_for(len(prompt.tokens) - 1) - len(reused))
+        fresh = self.pool.allocate(self.layout.blocks_for(len(prompt.history) - 1) - len(reused))
         if fresh is None:
             self.pool.release(reused)
             return None
@@ -144,6 +146,10 @@ class Engine:
         """Describes what the request holds for the worker that decodes it; another worker than this one leases it."""
         held = self.held[id]
         held.lessee = lessee if lessee != self.ctx.worker else None
+        return self.describe(held)
+
+    def describe(self, held: HeldKV) -> KVHandle:
+        """What the request holds, as others must know it to read it."""
         return KVHandle(
             layout=self.layout.digest,
             owner=self.ctx.worker,
@@ -319,13 +325,16 @@ class Engine:
         """Blocks of this owner that are still read here, by request."""
         return {h.id: h.blocks[: h.num_leased] for h in self.held.values() if h.owner == owner and h.num_leased}
 
+    def copy_blocks(self, targets: Sequence[int], sources: Sequence[int]) -> None:
+        """Copies blocks of the arena, whoever owns the sources, over blocks of ours."""
+        with torch.inference_mode():
+            for to, of in zip(targets, sources, strict=True):
+                self.kv[to].copy_(self.kv[of])
+
     def copy_pinned(self, held: HeldKV, source: Ids) -> None:
         """Copies cached blocks of another worker (arena ids) over the next blocks of `held`, not computed yet."""
         at = held.num_computed // self.layout.block_tokens
-        target = held.blocks[at : at + len(source)]
-        with torch.inference_mode():
-            for to, of in zip(target, source.tolist(), strict=True):
-                self.kv[to].copy_(self.kv[of])
+        self.copy_blocks(held.blocks[at : at + len(source)], source.tolist())
         held.num_computed += len(source) * self.layout.block_tokens
         held.cached_tokens = held.num_computed
 
@@ -344,7 +353,7 @@ class Engine:
 
     def _end_lease(self, held: HeldKV) -> None:
         held.lessee = None
-        self.release(held.id)
+        self.release(held.id, held.history)
 
     def _pin(self, event: KVPin) -> None:
         blocks = self.pool.acquire(event.hashes)
@@ -375,7 +384,9 @@ class Engine:
         for reader, id in [pin for pin in self._pins if pin[0] == event.worker]:
             self._unpin(reader, id)
         for held in [held for held in self.held.values() if held.lessee == event.worker]:
-            self._end_lease(held)
+            held.lessee = None
+            if not any(goes_on(held.id) for goes_on in self.on_lessee_lost):
+                self._end_lease(held)
 
 
 def query_starts(counts: Ids, num_tokens: int) -> Ids:

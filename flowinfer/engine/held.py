@@ -18,6 +18,7 @@ class HeldKV:
     lessee: the worker that we lent all of it to, if any; until it answers nothing here may be freed.
     names: chain hashes of the leading full blocks, as far as known; num_committed of them are in the prefix cache.
     caching: whether the graph has a prefix cache at all (the prompt came with a hint).
+    history: tokens of a sequence that is lent while it runs, to name its blocks when it's gone.
     """
 
     id: str
@@ -31,6 +32,7 @@ class HeldKV:
     num_committed: int = 0
     caching: bool = False
     salt: str = ""
+    history: Ids | None = None
 
     @property
     def own_blocks(self) -> list[int]:

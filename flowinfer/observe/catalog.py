@@ -171,6 +171,7 @@ EDGES = (
     _seconds("edge_wait_seconds", "From a message's making to its taking; a sample.", "Edges", WAIT_BUCKETS, "edge"),
     _counter("edge_credit_wait_seconds_total", "Time that messages waited for credit.", "Edges", "edge", unit="s"),
     _counter("refused_late_frames_total", "Messages refused: closed id, old epoch or generation.", "Edges", "reason"),
+    _counter("sequences_moved_total", "Running sequences that left a decoding worker, by how.", "Edges", "by"),
     _counter("malformed_frames_total", "Frames that weren't ours, dropped.", "Edges"),
 )
 
@@ -193,7 +194,9 @@ CACHE = (
     _counter("prefix_cache_evictions_total", "Cached blocks evicted.", "Prefix cache"),
     _gauge("prefix_cache_blocks", "Blocks whose content is cached.", "Prefix cache"),
     _counter("cache_tier_blocks_total", "Blocks of lower tiers, by what was done.", "Prefix cache", "tier", "event"),
-    _counter("cache_tier_faults_total", "Reads and writes of lower tiers that failed.", "Prefix cache", "tier", "cause"),
+    _counter(
+        "cache_tier_faults_total", "Reads and writes of lower tiers that failed.", "Prefix cache", "tier", "cause"
+    ),
     _gauge("cache_tier_read_bytes_per_second", "Speed of restoring.", "Prefix cache", "tier", unit="Bps"),
     _seconds("cache_tier_restore_seconds", "Duration of restoring a prefix.", "Prefix cache", WAIT_BUCKETS, "tier"),
 )

@@ -90,6 +90,18 @@ class StageContext:
         else:
             self._group.emit(event, to)
 
+    def instances(self, kind: str) -> list[str]:
+        return self._group.instances(kind)
+
+    def take_over(self, request: str, *, shared: bool = False) -> bool:
+        return self._group.take_over(request, shared=shared)
+
+    def hand_on(self, request: str, to: str) -> None:
+        self._group.hand_on(request, to)
+
+    def is_over(self, request: str) -> bool:
+        return request in self._group.closed
+
     def shared(self, key: object, make: Callable[[], Shared], *, arms: bool = False) -> Shared:
         objects = self._group.objects
         if not arms and self.run.plan.arm == "b":

@@ -98,6 +98,12 @@ class Switch(Change):
     leaving: tuple[str, ...] = ()
 
 
+class Leavers(Change):
+    """To a worker that has just started: these instances are about to go and get nothing new."""
+
+    names: tuple[str, ...]
+
+
 class Abandon(Change):
     """Forget what was prepared."""
 

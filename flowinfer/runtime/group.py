@@ -150,8 +150,8 @@ class Group:
         while self._done:
             self._work(*self._done.popleft())
         while self._timers and self._timers[0][0] <= self.clock.now():
-            _, _, *due = heapq.heappop(self._timers)
-            self._work(*due)
+            _, _, timed, work, hand = heapq.heappop(self._timers)
+            self._work(timed, work, hand)
         for run in self.runs:
             if run.runnable:
                 if self._unsent:
@@ -450,6 +450,22 @@ class Group:
         debt = inbox.held.pop((port, request), None) if inbox else None
         if debt is not None:
             self.settle((debt,))
+
+    def instances(self, kind: str) -> list[str]:
+        """Other live workers that run a stage of this kind and take new requests; here there are none."""
+        return []
+
+    def take_over(self, request: str, *, shared: bool) -> bool:
+        """This group holds the request from now on, which came by an event; False if it's over."""
+        if request in self.closed:
+            self.num_late["closed"] = self.num_late.get("closed", 0) + 1
+            return False
+        self.open_requests[request] = None
+        return True
+
+    def hand_on(self, request: str, to: str) -> None:
+        """The request goes on in another worker."""
+        self.open_requests.pop(request, None)
 
     def offer(self, run: StageRun, port: str, amount: int) -> None:
         """Raises the credit of an input port; edges inside the worker have none."""

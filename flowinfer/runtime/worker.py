@@ -334,6 +334,21 @@ class Worker(Group):
         worker = self.plan.stages[edge.source].worker
         return [peer for peer in self.peers if self._worker_of(peer) == worker]
 
+    def instances(self, kind: str) -> list[str]:
+        workers = {stage.worker for stage in self.plan.stages.values() if stage.kind == kind}
+        return [x for x in self.peers if self._worker_of(x) in workers and x not in self.member.leaving]
+
+    def take_over(self, request: str, *, shared: bool) -> bool:
+        if not super().take_over(request, shared=shared):
+            return False
+        moved = Moved(ids=[request], worker=self.name, generation=self.generation, shared=shared)
+        self.emit(moved, self.front)
+        return True
+
+    def hand_on(self, request: str, to: str) -> None:
+        super().hand_on(request, to)
+        self.emit(Moved(ids=[request], worker=to, generation=self.peers.get(to, 0)), self.front)
+
     # -- credit --------------------------------------------------------------------------------------------------------
 
     def settle(self, debts: Sequence[Debt]) -> None:
@@ -414,6 +429,8 @@ class Worker(Group):
         for outbox in self.outputs.values():
             if self.plan.stages[outbox.edge.target].worker == worker:
                 outbox.connect(up.worker, up.generation)
+                if up.worker in self.member.leaving:
+                    outbox.leave(up.worker)
                 outbox.flush()
 
     def _disconnect(self, down: WorkerDown) -> None:

@@ -157,10 +157,15 @@ class Gateway(Stage):
         """Begins, changes or ends an experiment; the first request goes to arm B once all workers know it."""
         new, old = config.experiment, self.arms
         self.admission.set_aside(new.workers if new else ())
-        if old is not None and new is not None and (old.config.name, old.config.digest, old.config.mode) == (
-            new.name,
-            new.digest,
-            new.mode,
+        if (
+            old is not None
+            and new is not None
+            and (old.config.name, old.config.digest, old.config.mode)
+            == (
+                new.name,
+                new.digest,
+                new.mode,
+            )
         ):
             old.reshare(new)
             return
@@ -236,9 +241,9 @@ class Gateway(Stage):
             case Failure():
                 self._fail(event.id, _error_of(event))
             case Moved():
-                self.ledger.move(event.ids, event.worker, event.generation)
-                if self.arms is not None:
-                    self.arms.copies.move(event.ids, event.worker, event.generation)
+                for ledger in (self.ledger, *([self.arms.copies] if self.arms is not None else ())):
+                    lost = ledger.move(event.ids, event.worker, event.generation, shared=event.shared)
+                    self._lose(lost, event.worker)
             case WorkerDown():
                 self._worker_down(event)
             case WorkerUp():
@@ -328,15 +333,17 @@ class Gateway(Stage):
     def _worker_down(self, event: WorkerDown) -> None:
         self.admission.worker_down(event.worker, event.generation)
         self.fleet.down(event.worker)
-        message = f"Worker {event.worker!r} died while it held this request. Please send it again."
-        for id in self.ledger.held_by(event.worker, event.generation):
-            self._fail(id, RequestError(503, message, code="worker_died", retry_after_s=1.0))
+        self._lose(self.ledger.lost(event.worker, event.generation), event.worker)
         if self.arms is not None:
             worker = event.worker.rpartition(".")[0]
             if not self.admission.runs(worker):
                 self.arms.worker_down(worker)
-            for id in self.arms.copies.held_by(event.worker, event.generation):
-                self._fail(id, RequestError(503, message, code="worker_died"))
+            self._lose(self.arms.copies.lost(event.worker, event.generation), event.worker)
+
+    def _lose(self, ids: Collection[str], worker: str) -> None:
+        message = f"Worker {worker!r} died while it held this request. Please send it again."
+        for id in ids:
+            self._fail(id, RequestError(503, message, code="worker_died", retry_after_s=1.0))
 
     def _open_or_close(self, arms: Arms, event: SetArms) -> None:
         if event.open:

@@ -17,7 +17,10 @@ Sink = Callable[[Piece | RequestError], None]
 
 @dataclass(slots=True)
 class Entry:
-    """One open request. Times are seconds of the clock; holder is (worker, generation) once a worker has said so."""
+    """One open request. Times are seconds of the clock.
+
+    holders: (worker, generation) of those that could go on with it; two while it moves from one to the other.
+    """
 
     id: str
     sink: Sink
@@ -27,7 +30,7 @@ class Entry:
     first_at: float = 0.0
     last_at: float = 0.0
     tokens: int = 0
-    holder: tuple[str, int] = ("", 0)
+    holders: tuple[tuple[str, int], ...] = ()
 
 
 class Ledger:
@@ -36,6 +39,7 @@ class Ledger:
     def __init__(self) -> None:
         self._open: dict[str, Entry] = {}
         self._deadlines: list[tuple[float, str]] = []
+        self._dead: dict[str, int] = {}  # last generation of each worker that died
         self.num_started = 0
 
     def __len__(self) -> int:
@@ -66,14 +70,22 @@ class Ledger:
             self.num_started -= 1
         return entry
 
-    def move(self, ids: Iterable[str], worker: str, generation: int) -> None:
-        for id in ids:
-            if entry := self._open.get(id):
-                entry.holder = (worker, generation)
+    def move(self, ids: Iterable[str], worker: str, generation: int, *, shared: bool = False) -> list[str]:
+        """These requests are held by this worker now; shared: and still by who held them.
 
-    def held_by(self, worker: str, generation: int) -> list[str]:
-        """Open requests whose last known holder is this worker, of this generation or one before it."""
-        return [e.id for e in self._open.values() if e.holder[0] == worker and e.holder[1] <= generation]
+        Returns those that nobody holds, since that worker is dead meanwhile.
+        """
+        entries = [entry for id in ids if (entry := self._open.get(id))]
+        for entry in entries:
+            others = tuple(holder for holder in entry.holders if holder[0] != worker) if shared else ()
+            entry.holders = (*others, (worker, generation))
+        dead = self._dead.get(worker, 0)
+        return [entry.id for entry in entries if _loses(entry, worker, dead)] if generation <= dead else []
+
+    def lost(self, worker: str, generation: int) -> list[str]:
+        """Open requests that nobody holds any more now that this generation of a worker is dead."""
+        self._dead[worker] = max(generation, self._dead.get(worker, 0))
+        return [entry.id for entry in self._open.values() if _loses(entry, worker, generation)]
 
     def expired(self, now: float) -> list[str]:
         """Open requests whose deadline has passed; each is named once."""
@@ -90,3 +102,12 @@ class Ledger:
 
     def ids(self) -> list[str]:
         return list(self._open)
+
+
+def _loses(entry: Entry, worker: str, generation: int) -> bool:
+    """Takes a dead worker, and the generations before it, out of the holders; True if that was the last of them."""
+    left = tuple(holder for holder in entry.holders if holder[0] != worker or holder[1] > generation)
+    if left == entry.holders:
+        return False
+    entry.holders = left
+    return not left

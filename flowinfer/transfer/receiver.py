@@ -14,6 +14,10 @@ if TYPE_CHECKING:
     from flowinfer.engine.engine import Engine
 
 
+class NoRoom(RequestError):
+    """There are no free blocks for a sequence now."""
+
+
 class Receiver(Protocol):
     """One way to take over KV."""
 
@@ -57,6 +61,26 @@ class LeaseReceiver:
         return None
 
 
+class CopyReceiver:
+    """Both workers map one arena, but the owner is about to go: its blocks are copied into ours, at memory speed."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+
+    def accept(self, sequence: Sequence, handle: KVHandle) -> bool:
+        blocks = _own_blocks(self.engine, handle)
+        self.engine.copy_blocks(blocks, handle.blocks[: len(blocks)].tolist())
+        self.engine.adopt(sequence, handle, blocks=blocks, leased=False)
+        _done(self.engine, sequence)
+        return True
+
+    def receive(self, data: KVData) -> Sequence | None:
+        return None
+
+    def cancel(self, request: str) -> None:
+        return None
+
+
 class FrameReceiver:
     """The workers share no memory: the owner pushes each block as a frame, which is written into a block of ours."""
 
@@ -66,15 +90,12 @@ class FrameReceiver:
         self._sequence: dict[str, Sequence] = {}
 
     def accept(self, sequence: Sequence, handle: KVHandle) -> bool:
-        count = self.engine.layout.blocks_for(handle.num_tokens)
-        blocks = self.engine.pool.allocate(count)
-        if blocks is None:
-            raise RequestError(503, f"No room for the {count} KV blocks of this request.", code="kv_exhausted")
+        blocks = _own_blocks(self.engine, handle)
         self.engine.adopt(sequence, handle, blocks=blocks, leased=False)
-        if not count:
-            self._done(sequence)
+        if not blocks:
+            _done(self.engine, sequence)
             return True
-        self._missing[sequence.id], self._sequence[sequence.id] = set(range(count)), sequence
+        self._missing[sequence.id], self._sequence[sequence.id] = set(range(len(blocks))), sequence
         self.engine.ctx.send(KVFetch(id=sequence.id, to=self.engine.ctx.worker), to=handle.owner)
         return False
 
@@ -88,17 +109,31 @@ class FrameReceiver:
             return None
         del self._missing[data.id]
         sequence = self._sequence.pop(data.id)
-        self._done(sequence)
+        _done(self.engine, sequence)
         return sequence
 
     def cancel(self, request: str) -> None:
         self._missing.pop(request, None)
         self._sequence.pop(request, None)
 
-    def _done(self, sequence: Sequence) -> None:
-        """The copy is complete: the owner may free its blocks, and ours are no longer anybody's lease."""
-        held = self.engine.held[sequence.id]
-        owner, held.owner = held.owner, None
-        if owner is not None:
-            self.engine.ctx.send(KVRelease(id=sequence.id, lessee=self.engine.ctx.worker), to=owner)
-        self.engine.commit(held, sequence.tokens)
+    def abandon(self, request: str) -> Sequence | None:
+        """Gives up waiting for blocks; returns the sequence that they were to complete."""
+        self._missing.pop(request, None)
+        return self._sequence.pop(request, None)
+
+
+def _own_blocks(engine: Engine, handle: KVHandle) -> list[int]:
+    count = engine.layout.blocks_for(handle.num_tokens)
+    blocks = engine.pool.allocate(count)
+    if blocks is None:
+        raise NoRoom(503, f"No room for the {count} KV blocks of this request.", code="kv_exhausted")
+    return blocks
+
+
+def _done(engine: Engine, sequence: Sequence) -> None:
+    """The copy is complete: the owner may free its blocks, and ours are no longer anybody's lease."""
+    held = engine.held[sequence.id]
+    owner, held.owner = held.owner, None
+    if owner is not None:
+        engine.ctx.send(KVRelease(id=sequence.id, lessee=engine.ctx.worker), to=owner)
+    engine.commit(held, sequence.history)

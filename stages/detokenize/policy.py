@@ -10,12 +10,15 @@ from flowinfer.message import Finish, Opened, Opening, Piece, TextLogprob
 from flowinfer.text.incremental import ByteStream, Glyphs, Match, StopScanner
 from flowinfer.text.reply import ReplyParser, open_parser
 
+Step = tuple[list[int], Sequence[TextLogprob], Finish | None]
+
 
 class Stream:
     """The text of one sequence. `cut` is true once a stop string has ended it, whatever the model still sends."""
 
     __slots__ = (
         "_bytes",
+        "_early",
         "_logprobs",
         "_num_tokens",
         "_opened",
@@ -40,6 +43,32 @@ class Stream:
         self._thought = 0  # tokens of reasoning
         self._tokens: list[int] = []  # taken in, but their text isn't out yet
         self._logprobs: list[TextLogprob] = []
+        self._early: dict[int, Step] = {}  # by position: what came ahead of tokens that another worker still owes
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the answer that were taken."""
+        return self._num_tokens
+
+    @property
+    def waits(self) -> bool:
+        """True while later tokens are here than can be taken."""
+        return bool(self._early)
+
+    def place(self, position: int, step: Step) -> list[Piece]:
+        """Takes a step whose first token has this place in the answer: in order, each token once, whoever gave it.
+
+        A sequence that moved has tokens of two workers under way; those of the new one may come first.
+        """
+        self._early[position] = step
+        pieces = []
+        while (at := min(self._early, default=self._num_tokens + 1)) <= self._num_tokens and not self.cut:
+            tokens, logprobs, finish = self._early.pop(at)
+            known = self._num_tokens - at
+            piece = self.advance(tokens[known:], logprobs[known:], finish)
+            if piece is not None:
+                pieces.append(piece)
+        return pieces
 
     def advance(
         self, tokens: list[int], logprobs: Sequence[TextLogprob] = (), finish: Finish | None = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from typing import TYPE_CHECKING
 
+from flowinfer.errors import RequestError
 from flowinfer.message import (
     Ended,
     Event,
@@ -18,9 +19,10 @@ from flowinfer.message import (
     TextLogprob,
     TokenLogprob,
     Tokens,
+    WorkerDown,
 )
 from flowinfer.stage import Contract, ModelUse, Stage, StageConfig, setting
-from flowinfer.stages.detokenize.policy import Stream
+from flowinfer.stages.detokenize.policy import Step, Stream
 from flowinfer.text.reply import markers_of
 
 if TYPE_CHECKING:
@@ -38,7 +40,7 @@ class Detokenize(Stage):
             return Contract(model=ModelUse(self.model))
 
     config: Config
-    listens = (Ended,)
+    listens = (Ended, WorkerDown)
 
     def open(self) -> None:
         from flowinfer.engine.hub import resolve
@@ -53,6 +55,7 @@ class Detokenize(Stage):
         self._glyphs = tokenizer.glyphs()
         self._marked: dict[frozenset[str], Glyphs] = {}  # by the markers that are shown
         self._streams: dict[str, Stream] = {}
+        self._awaited: dict[str, str] = {}  # sequences that go on elsewhere, and the worker that owes their last tokens
 
     def step(self, tokens: list[Tokens]) -> Iterable[Text]:
         return [text for batch in tokens if (text := self._text(batch)).pieces]
@@ -60,10 +63,14 @@ class Detokenize(Stage):
     def cancel(self, requests: Collection[str]) -> None:
         for request in requests:
             self._streams.pop(request, None)
+            self._awaited.pop(request, None)
 
     def observe(self, event: Event) -> Iterable[Message] | None:
         if isinstance(event, Ended):
             self.cancel(event.ids)
+        elif isinstance(event, WorkerDown):
+            for request in [id for id, giver in self._awaited.items() if giver == event.worker]:
+                self._give_up(request, event.worker)
         return None
 
     @property
@@ -73,9 +80,8 @@ class Detokenize(Stage):
 
     def _text(self, batch: Tokens) -> Text:
         streams = self._streams
-        for opening in batch.opened:
-            streams[opening.id] = Stream(opening, self._glyphs_for(opening.sampling.reply), self._opened(opening))
-        pieces: list[Piece] = []
+        places = [-1] * len(batch.ids) if batch.positions is None else batch.positions.tolist()
+        pieces = [piece for opening in batch.opened for piece in self._open_stream(opening)]
         flat, at = batch.tokens.tolist(), 0
         for row, (request, count) in enumerate(zip(batch.ids, batch.counts.tolist(), strict=True)):
             start, at = at, at + count
@@ -84,12 +90,45 @@ class Detokenize(Stage):
                 continue  # it was cut or cancelled, and the model had a step in flight
             logprobs = [self._logprob(entry) for entry in batch.logprobs[row]] if row in batch.logprobs else ()
             finish = batch.finished.get(row)
+            if stream.waits or 0 <= places[row] != stream.num_tokens:
+                pieces += self._place(request, places[row], (flat[start:at], logprobs, finish))
+                continue
             piece = stream.advance(flat[start:at], logprobs, finish)
             if piece is not None:
                 pieces.append(piece)
                 if piece.finish is not None:
-                    del streams[request]
+                    self.cancel((request,))
         return Text(step=batch.step, pieces=pieces)
+
+    def _open_stream(self, opening: Opening) -> list[Piece]:
+        """A sequence begins, or goes on in another worker, whose tokens may overtake the last ones of the one before.
+
+        What that one gave came along, so nobody has to wait for it, but where each token has its log-probability.
+        """
+        if opening.id not in self._streams:
+            if self.ctx.is_over(opening.id):
+                return []
+            self._streams[opening.id] = Stream(opening, self._glyphs_for(opening.sampling.reply), self._opened(opening))
+        if opening.before is None:
+            return []
+        if opening.sampling.logprobs is not None:
+            self._awaited[opening.id] = opening.giver
+            return []
+        return self._place(opening.id, 0, (opening.before.tolist(), (), None))
+
+    def _place(self, request: str, position: int, step: Step) -> list[Piece]:
+        """Text of tokens that don't just follow the last ones: they are early, or were given twice."""
+        pieces = self._streams[request].place(position, step)
+        if pieces and pieces[-1].finish is not None:
+            self.cancel((request,))
+        return pieces
+
+    def _give_up(self, request: str, giver: str) -> None:
+        """A worker died whose last tokens a sequence still waits for."""
+        stream = self._streams.get(request)
+        if stream is not None and stream.waits:
+            text = f"Worker {giver} died with log-probabilities of this request. Send it again."
+            self.ctx.fail(request, RequestError(503, text, code="worker_died", retry_after_s=1.0))
 
     def _opened(self, opening: Opening) -> Opened:
         prompt: list[PromptToken] = []

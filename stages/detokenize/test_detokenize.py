@@ -10,7 +10,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from flowinfer.message import Ended, Finish, Opening, Piece, ReplyFormat, Sampling, TokenLogprob, Tokens
+from flowinfer.fakes import FakeContext
+from flowinfer.message import Ended, Finish, Opening, Piece, ReplyFormat, Sampling, TokenLogprob, Tokens, WorkerDown
 from flowinfer.stage import ports
 from flowinfer.stages.detokenize.stage import Detokenize
 from flowinfer.text.tokenizer import TextTokenizer, load_tokenizer
@@ -25,8 +26,7 @@ def tokenizer() -> TextTokenizer:
 
 @pytest.fixture
 def stage(tokenizer: TextTokenizer) -> Detokenize:
-    context: Any = None  # it asks nothing of its worker
-    stage = Detokenize(Detokenize.Config(), context)
+    stage = Detokenize(Detokenize.Config(), FakeContext())
     stage.use(tokenizer)
     return stage
 
@@ -225,3 +225,72 @@ def test_pieces_join_to_the_full_decode_over_any_steps(
     assert "".join(piece.text for piece in pieces) == tokenizer.decode(ids)
     assert [token for piece in pieces for token in piece.tokens] == ids
     assert stage.num_open == 0
+
+
+@given(data=st.data())
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_tokens_of_two_workers_come_out_in_order_and_once(tokenizer: TextTokenizer, data: st.DataObject) -> None:
+    """A sequence moved: what either worker gave arrives in its own order, but the two in any, and some twice."""
+    ids = ids_of(tokenizer, "one, two; three ☃ four, five ✈ six")
+    cut = data.draw(st.integers(1, len(ids) - 1))
+    again = data.draw(st.integers(0, cut))  # the new worker repeats what the old one gave behind this
+    moved = opening(logprobs=0) if data.draw(st.booleans()) else opening()
+    moved.before, moved.giver = np.array(ids[:again], np.int32), "decode.0"
+    old = steps_of(data, ids, 0, cut, opening(logprobs=moved.sampling.logprobs))
+    new = steps_of(data, ids, again, len(ids), moved)
+    new[-1].finished = {0: Finish(reason="length", completion_tokens=len(ids))}
+    context = FakeContext()
+    stage = Detokenize(Detokenize.Config(), context)
+    stage.use(tokenizer)
+    mixed: list[Tokens] = []
+    while old or new:
+        mixed.append((old if old and (not new or data.draw(st.booleans())) else new).pop(0))
+    pieces = []
+    for one in mixed:
+        pieces += run(stage, one)
+        context.over.update(piece.id for piece in pieces if piece.finish)
+    assert "".join(piece.text for piece in pieces) == "one, two; three ☃ four, five ✈ six"
+    assert [token for piece in pieces for token in piece.tokens] == ids
+    assert finish_of(pieces).completion_tokens == len(ids)
+    assert stage.num_open == 0
+
+
+def steps_of(data: st.DataObject, ids: list[int], start: int, end: int, opened: Opening) -> list[Tokens]:
+    """Tokens start to end of an answer, in steps of some tokens."""
+    steps: list[Tokens] = []
+    while start < end:
+        size = data.draw(st.integers(1, min(4, end - start)))
+        entries = {0: [TokenLogprob(token, -1.0) for token in ids[start : start + size]]}
+        extra: dict[str, Any] = {} if opened.sampling.logprobs is None else {"logprobs": entries}
+        place = np.array([start], np.int32)
+        steps.append(batch({"a": ids[start : start + size]}, [] if steps else [opened], positions=place, **extra))
+        start += size
+    return steps
+
+
+def test_tokens_that_died_with_their_worker_came_with_who_goes_on(
+    tokenizer: TextTokenizer,
+) -> None:
+    ids = ids_of(tokenizer, "one, two; three, four")
+    stage = Detokenize(Detokenize.Config(), FakeContext())
+    stage.use(tokenizer)
+    moved = opening()
+    moved.before, moved.giver = np.array(ids[:5], np.int32), "decode.0"
+    pieces = run(stage, batch({"a": ids[:2]}, [opening()], positions=np.zeros(1, np.int32)))
+    pieces += run(stage, batch({"a": ids[5:]}, [moved], positions=np.full(1, 5, np.int32)))
+    assert "".join(piece.text for piece in pieces) == "one, two; three, four"
+
+
+def test_log_probabilities_that_died_with_their_worker_fail_the_request(tokenizer: TextTokenizer) -> None:
+    ids = ids_of(tokenizer, "one, two; three, four")
+    context = FakeContext()
+    stage = Detokenize(Detokenize.Config(), context)
+    stage.use(tokenizer)
+    moved = opening(logprobs=0)
+    moved.before, moved.giver = np.array(ids[:5], np.int32), "decode.0"
+    entries = {0: [TokenLogprob(token, -1.0) for token in ids[5:]]}
+    assert run(stage, batch({"a": ids[5:]}, [moved], positions=np.full(1, 5, np.int32), logprobs=entries)) == []
+    stage.observe(WorkerDown(worker="decode.1", generation=1))
+    assert not context.failed
+    stage.observe(WorkerDown(worker="decode.0", generation=1))
+    assert context.failed["a"].code == "worker_died"

@@ -14,7 +14,7 @@ import numpy as np
 
 from flowinfer.engine.held import KV_EVENTS, Run
 from flowinfer.errors import RequestError
-from flowinfer.message import Event, Ids, Logits, Message, Proposal, Sequence
+from flowinfer.message import Event, HandOffRefused, Ids, Leave, Logits, Message, Proposal, Sequence
 from flowinfer.observe import metrics
 from flowinfer.stage import Contract, ModelUse, Stage, StageConfig, setting
 from flowinfer.stages.moe_decode.policy import blocks_short, youngest
@@ -35,7 +35,7 @@ _RETRY_S = 0.005
 class MoeDecode(Stage):
     """Decodes all running sequences together; when KV blocks run out, the youngest waits and is computed again."""
 
-    listens = KV_EVENTS
+    listens = (*KV_EVENTS, Leave, HandOffRefused)
 
     class Config(StageConfig):
         """model: name, folder, GGUF or hub id.  dtype: of weights and KV.  max_batch: sequences decoded together.
@@ -71,6 +71,7 @@ class MoeDecode(Stage):
         from flowinfer.engine.engine import Engine, query_starts
         from flowinfer.engine.grammar import Grammars
         from flowinfer.engine.lower_tiers import LowerTiers
+        from flowinfer.transfer.departures import Departures
 
         self.query_starts = query_starts
         self.engine = Engine.of(self.ctx, self.config.model, self.config.dtype)
@@ -90,6 +91,8 @@ class MoeDecode(Stage):
             ),
         )
         self.overlap: Overlap | None = self._overlap()
+        self.departures = Departures(self.ctx, self.engine)
+        self.engine.on_lessee_lost.append(self._take_back)
         self.waiting: deque[Sequence] = deque()
         self.compiling: set[str] = set()  # their grammars are being made ready in the pool
         self.resuming: dict[str, tuple[Sequence, Ids]] = {}  # preempted, oldest first, with their tokens so far
@@ -118,6 +121,8 @@ class MoeDecode(Stage):
         """One decode step over the proposed tokens and over sequences that have just come."""
         for sequence in sequences:
             self._receive(sequence)
+        if self.departures.mode:
+            self._depart()
         slots, counts, tokens = self._proposed(proposals)
         resumed = self._resume()
         if not resumed:
@@ -134,8 +139,13 @@ class MoeDecode(Stage):
             self._stall()
 
     def observe(self, event: Event) -> Iterable[Message] | None:
-        """All of it is the engine's."""
-        self.engine.observe(event, by=self)
+        """What others ask of the KV is the engine's; the rest is about sequences that leave."""
+        if isinstance(event, Leave):
+            self.departures.mode = event.mode
+        elif isinstance(event, HandOffRefused):
+            self._take_back(event.id)
+        else:
+            self.engine.observe(event, by=self)
         return None
 
     def cancel(self, requests: Collection[str]) -> None:
@@ -149,6 +159,7 @@ class MoeDecode(Stage):
             else:
                 self.waiting = deque(sequence for sequence in self.waiting if sequence.id != request)
                 self.compiling.discard(request)
+                self.departures.forget(request)
                 self.engine.release(request)  # it may also have been on its way to us
         self.engine.starved = bool(self.resuming)
 
@@ -202,7 +213,11 @@ class MoeDecode(Stage):
             if len(sequence.tokens) >= self.batch.max_tokens:
                 self._refuse(self.waiting.popleft())
                 continue
-            if not self._place(sequence, sequence.tokens):
+            if self.engine.held[sequence.id].num_computed < len(sequence.history) - 1:
+                self.waiting.popleft()  # whoever had the rest of its KV is gone
+                self._queue_to_resume(sequence, sequence.history)
+                return
+            if not self._place(sequence, sequence.history):
                 return
             self.waiting.popleft()
 
@@ -236,6 +251,42 @@ class MoeDecode(Stage):
     def _joined(self) -> list[int]:
         """Slots that have come and not run yet."""
         return [slot for slot in self.batch.joined if self.ran[slot] != self.batch.version[slot]]
+
+    # --------------------------------------------------------------------------------------------- who goes elsewhere
+
+    def _depart(self) -> None:
+        """Between two steps: sends on those sequences whose turn it is."""
+        batch = self.batch
+        running = sorted(batch.slot_of, key=lambda request: int(self.admitted[batch.slot_of[request]]))
+        waiting = [sequence.id for sequence in self.waiting]
+        for request in self.departures.choose([*running, *self.resuming, *waiting]):
+            self.departures.send(self._take_out(request))
+        self.engine.starved = bool(self.resuming)
+
+    def _take_out(self, request: str) -> Sequence:
+        """The sequence as another worker needs it; it's in no queue here any more, but its KV is."""
+        held, slot = self.engine.held[request], self.batch.slot_of.get(request)
+        if slot is not None:
+            sequence, history = self.batch.prompts[slot], self.batch.history(slot)
+            held.num_computed = len(history) - 1
+            self.batch.remove(slot)
+        elif request in self.resuming:
+            sequence, history = self.resuming.pop(request)
+        else:
+            sequence = next(sequence for sequence in self.waiting if sequence.id == request)
+            history = sequence.history
+            self.waiting.remove(sequence)
+        assert sequence is not None, "a slot in use has its sequence"
+        held.history = history
+        sequence.progress = self.batch.progress_of(sequence, history)
+        return sequence
+
+    def _take_back(self, request: str) -> bool:
+        """A sequence that was offered goes on here; False where it isn't on offer."""
+        sequence = self.departures.take_back(request)
+        if sequence is not None:
+            self.waiting.appendleft(sequence)
+        return sequence is not None
 
     # ---------------------------------------------------------------------------------------------- blocks, preemption
 

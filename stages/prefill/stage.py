@@ -17,8 +17,10 @@ from flowinfer.message import (
     KVPinned,
     KVRelease,
     KVUnpin,
+    Leave,
     Message,
     Prompt,
+    Replay,
     Sequence,
     Serving,
     WorkerDown,
@@ -41,7 +43,7 @@ _RETRY_S = (
 class Prefill(Stage):
     """Runs prompts in chunks that fit the step budget, fair over buckets, and hands each over once it is computed."""
 
-    listens = (KVPinned, Serving, *KV_EVENTS)
+    listens = (KVPinned, Serving, Replay, Leave, *KV_EVENTS)
 
     class Config(StageConfig):
         """model: name, folder, GGUF or hub id.  dtype: of weights and KV; auto is the checkpoint's own.
@@ -92,6 +94,7 @@ class Prefill(Stage):
         self.restoring: set[str] = set()  # requests whose blocks are being read from lower tiers
         self.ready: list[str] = []  # computed, but the worker that was to decode them died
         self.blocked = False
+        self.leaving = False  # what isn't computed yet is another worker's
 
     def reconfigure(self, config: Config) -> None:
         """Fills the next step by these budgets."""
@@ -112,6 +115,8 @@ class Prefill(Stage):
         now = self.ctx.clock.now()
         for prompt in prompts:
             self.waiting[prompt.id], self.since[prompt.id] = prompt, now
+        if self.leaving:
+            self._send_away()
         yield from self._retry_ready(now)
         yield from self._admit(now)
         for request in self._run_chunks():
@@ -121,6 +126,10 @@ class Prefill(Stage):
         """Copies pinned blocks as they are granted; the rest is the engine's."""
         if isinstance(event, KVPinned):
             return self._take_pinned(event)
+        if isinstance(event, Replay):
+            self._take_replay(event.prompt)
+        if isinstance(event, Leave):
+            self.leaving = event.mode == "replay"
         if isinstance(event, WorkerDown):
             self._lose_lessee(event.worker)
         self.engine.observe(event, by=self)
@@ -153,11 +162,11 @@ class Prefill(Stage):
 
     def _hold(self, prompt: Prompt) -> bool:
         """Takes decode's credit and our blocks, both or neither."""
-        needed = self.engine.layout.blocks_for(len(prompt.tokens)) + 1
+        needed = self.engine.layout.blocks_for(len(prompt.history)) + 1
         if needed > self.engine.pool.num_blocks:
             self._refuse(prompt, needed)
             return False
-        if self.engine.starved:
+        if self.engine.starved or prompt.id in self.engine.held:  # of a replay: not given back yet
             return False
         lessee = self.ctx.reserve("sequence", prompt.id, needed)
         if lessee is None:
@@ -172,7 +181,7 @@ class Prefill(Stage):
         del self.waiting[prompt.id]
         self._forget(prompt.id)
         room = self.engine.pool.num_blocks * self.engine.layout.block_tokens
-        text = f"The prompt has {len(prompt.tokens)} tokens; this worker's KV memory holds {room}. Raise kv_memory."
+        text = f"The prompt has {len(prompt.history)} tokens; this worker's KV memory holds {room}. Raise kv_memory."
         self.ctx.fail(prompt.id, RequestError(400, text, code="context_length_exceeded", param="messages"))
 
     def _wait(self, now: float) -> None:
@@ -197,7 +206,7 @@ class Prefill(Stage):
         yield from self._schedule(prompt, held)
 
     def _schedule(self, prompt: Prompt, held: HeldKV) -> Iterable[Sequence]:
-        total = len(prompt.tokens) - 1
+        total = len(prompt.history) - 1
         if held.num_computed >= total:
             yield from self._hand_over(prompt.id)
         else:
@@ -223,7 +232,7 @@ class Prefill(Stage):
         if self.pinning.pop(event.id, None) is not None:
             prompt, held = self.prompts[event.id], self.engine.held[event.id]
             self.engine.copy_pinned(held, event.blocks)
-            self.engine.commit(held, prompt.tokens)
+            self.engine.commit(held, prompt.history)
             if not self._restore(prompt, held):
                 yield from self._schedule(prompt, held)
         self.ctx.send(KVUnpin(id=event.id, reader=self.ctx.worker), to=event.owner)
@@ -249,7 +258,7 @@ class Prefill(Stage):
         if num_blocks:
             held.num_computed += num_blocks * self.engine.layout.block_tokens
             held.cached_tokens = held.num_computed
-            self.engine.commit(held, prompt.tokens)
+            self.engine.commit(held, prompt.history)
         yield from self._schedule(prompt, held)
 
     def _tell_lower(self, lower: LowerTiers, event: Event) -> None:
@@ -269,7 +278,8 @@ class Prefill(Stage):
         if not chunks:
             return []
         runs = [
-            Run(self.engine.held[c.id], self.prompts[c.id].tokens[c.start : c.start + c.count], c.start) for c in chunks
+            Run(self.engine.held[c.id], self.prompts[c.id].history[c.start : c.start + c.count], c.start)
+            for c in chunks
         ]
         if plain := [run for run in runs if not self._is_scored(run)]:
             self.engine.run(plain)
@@ -277,7 +287,7 @@ class Prefill(Stage):
         for run in filter(self._is_scored, runs):
             self.scores.run(run, self.prompts[run.held.id])
         for run in runs:
-            self.engine.commit(run.held, self.prompts[run.held.id].tokens)
+            self.engine.commit(run.held, self.prompts[run.held.id].history)
         return [chunk.id for chunk in chunks if self.scheduler.advance(chunk.id, chunk.count)]
 
     def _is_scored(self, run: Run) -> bool:
@@ -292,12 +302,31 @@ class Prefill(Stage):
         if self.lower is not None:
             held = self.engine.held[request]
             self.lower.keep_prompt(prompt, held.names[: held.num_committed])
-        metrics.counter("prefix_cache_queries_tokens_total").inc(len(prompt.tokens))
+        metrics.counter("prefix_cache_queries_tokens_total").inc(len(prompt.history))
         metrics.counter("prefix_cache_hits_tokens_total").inc(kv.cached_tokens)
         scores = self.scores.take(request)
         self._forget(request, sent=True)
         fields = {name: getattr(prompt, name) for name in Prompt.__struct_fields__}
         yield Sequence(**fields, kv=kv, prompt_logprobs=scores)
+
+    # ------------------------------------------------------------------------------------- sequences that run already
+
+    def _take_replay(self, prompt: Prompt) -> None:
+        """A sequence that ran in a worker that is about to go: computed again, with its answer so far."""
+        if prompt.id not in self.prompts and self.ctx.take_over(prompt.id):
+            self.waiting[prompt.id], self.since[prompt.id] = prompt, self.ctx.clock.now()
+            self.blocked = False
+
+    def _send_away(self) -> None:
+        """Gives prompts that aren't computed yet to another prefill worker, if there is one."""
+        others = self.ctx.instances("prefill")
+        for number, request in enumerate([*self.waiting, *self.prompts] if others else ()):
+            prompt = self.waiting.get(request) or self.prompts[request]
+            self._forget(request)
+            self.engine.release(request)
+            to = others[number % len(others)]
+            self.ctx.hand_on(request, to)
+            self.ctx.send(Replay(prompt=prompt), to=to)
 
     def _lose_lessee(self, worker: str) -> None:
         """Prompts bound for a worker that died look for another when they are computed; that death isn't theirs."""
@@ -308,7 +337,7 @@ class Prefill(Stage):
     def _retry_ready(self, now: float) -> Iterable[Sequence]:
         requests, self.ready = self.ready, []
         for request in requests:
-            needed = self.engine.layout.blocks_for(len(self.prompts[request].tokens)) + 1
+            needed = self.engine.layout.blocks_for(len(self.prompts[request].history)) + 1
             if lessee := self.ctx.reserve("sequence", request, needed):
                 self.lessee[request] = lessee
             yield from self._hand_over(request)

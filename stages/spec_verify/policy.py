@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from flowinfer.message import Ids, Sampling
+from flowinfer.message import Ids, Progress, Sampling
 
 RUNS, STOP, LENGTH = 0, 1, 2
 LOOK_EVERY = 4  # steps from look-up to look-up while no sequence of the batch is worth a draft
@@ -105,9 +105,14 @@ class DraftLength:
         self._hits = np.zeros(max_slots)
         self._trials = np.zeros(max_slots)
 
-    def join(self, slot: int) -> None:
-        """A new sequence, of which nothing is known."""
-        self._hits[slot] = self._trials[slot] = 0
+    def join(self, slot: int, progress: Progress | None = None) -> None:
+        """A new sequence, of which nothing is known but what another worker learned of it."""
+        self._hits[slot] = 0 if progress is None else progress.hits
+        self._trials[slot] = 0 if progress is None else progress.trials
+
+    def record(self, slot: int) -> tuple[float, float]:
+        """Hits and trials of this slot's sequence, for who goes on with it."""
+        return float(self._hits[slot]), float(self._trials[slot])
 
     def learn(self, slots: Ids, hits: Ids, trials: Ids) -> None:
         """hits[i] of the first trials[i] guessed tokens of slots[i] came true; slots without a guess stay out."""

@@ -13,7 +13,18 @@ from numpy.typing import NDArray
 from pydantic import model_validator
 
 from flowinfer.errors import RequestError, StageError
-from flowinfer.message import Ended, Event, FinishReason, Ids, Logits, Proposal, TokenLogprob, Tokens
+from flowinfer.message import (
+    Ended,
+    Event,
+    FinishReason,
+    Ids,
+    Logits,
+    Progress,
+    Proposal,
+    Sequence,
+    TokenLogprob,
+    Tokens,
+)
 from flowinfer.stage import Contract, Stage, StageConfig, setting
 from flowinfer.stages.spec_verify.count import SpecCounters
 from flowinfer.stages.spec_verify.policy import (
@@ -96,6 +107,7 @@ class SpecVerify(Stage):
         self.num_top: dict[int, int] = {}  # of the slots that asked for logprobs
         self._next: SpecVerify.Config | None = None
         self._draft_by(self.config)
+        batch.progress_of = self._progress
 
     def reconfigure(self, config: Config) -> None:
         """Drafts by these settings once the drafts that are being verified have been judged."""
@@ -163,9 +175,26 @@ class SpecVerify(Stage):
         self.stops.join(slot, prompt.sampling, num_prompt)
         if self.max_drafts:
             self.ngrams.join(slot)
-            self.length.join(slot)
+            self.length.join(slot, prompt.progress)
         if prompt.sampling.logprobs is not None:
             self.num_top[slot] = prompt.sampling.logprobs
+
+    def _progress(self, sequence: Sequence, history: Ids) -> Progress | None:
+        """What another worker must know to go on with a sequence; what its tokens imply is rebuilt from them."""
+        output = history[len(sequence.tokens) :]
+        if not output.size:
+            return None
+        cached, drafted, accepted = self.tenants.usage_of(sequence)
+        slot = self.tenants.slot_of.get(sequence.id)
+        hits, trials = (0.0, 0.0) if slot is None or not self.max_drafts else self.length.record(slot)
+        return Progress(
+            output=output,
+            cached_tokens=cached,
+            drafted_tokens=drafted,
+            accepted_tokens=accepted,
+            hits=hits,
+            trials=trials,
+        )
 
     def _leave(self, slot: int) -> None:
         self.sampler.leave(slot)
@@ -246,6 +275,7 @@ class SpecVerify(Stage):
             counts=verdict.counts,
             tokens=verdict.tokens[kept],
             opened=self.tenants.open(slots),
+            positions=self.batch.num_tokens[verdict.slots] - verdict.counts - self.batch.num_prompt[verdict.slots],
             logprobs=self._logprobs(step, verdict, slots) if self.num_top else {},
         )
         for i in np.flatnonzero(verdict.reasons).tolist():

@@ -43,11 +43,11 @@ class Tenants:
         if self.ids[slot]:  # was preempted and will come back elsewhere
             self.displaced[self.ids[slot]] = self.usage[slot].copy()
             self.move_out(slot)
-        cached = prompt.kv.cached_tokens if prompt.kv else 0
-        self.usage[slot] = (cached, 0, 0) if usage is None else usage
+        self.usage[slot] = _first_usage(prompt) if usage is None else usage
         self.ids[slot], self.slot_of[request] = request, slot
         self._version[slot] = batch.version[slot]
-        if batch.num_tokens[slot] == batch.num_prompt[slot]:
+        given = 0 if prompt.progress is None else len(prompt.progress.output)
+        if batch.num_tokens[slot] == batch.num_prompt[slot] + given:
             self.unopened.add(slot)
 
     def move_out(self, slot: int) -> None:
@@ -100,6 +100,8 @@ class Tenants:
             stored_tokens=self._stored(prompt),
             first_token=int(self._batch.tokens[slot, 0]),
             prompt_logprobs=prompt.prompt_logprobs,
+            before=None if prompt.progress is None else prompt.progress.output,
+            giver="" if prompt.progress is None else prompt.progress.giver,
         )
 
     def _stored(self, prompt: Sequence) -> int:
@@ -109,6 +111,15 @@ class Tenants:
         size = self._batch.block_tokens
         return max(0, prompt.kv.num_tokens // size * size - prompt.kv.cached_tokens)
 
+    def usage_of(self, sequence: Sequence) -> tuple[int, int, int]:
+        """Cached, drafted and accepted tokens of a sequence, wherever it is."""
+        slot = self.slot_of.get(sequence.id)
+        found = self.displaced.get(sequence.id) if slot is None else self.usage[slot]
+        if found is None:
+            return _first_usage(sequence)
+        cached, drafted, accepted = found.tolist()
+        return cached, drafted, accepted
+
     def _usage_so_far(self, request: str) -> NDArray[np.int64] | None:
         """Of a sequence that is back after a preemption: from its old slot, unless another took that meanwhile."""
         slot = self.slot_of.get(request)
@@ -117,3 +128,10 @@ class Tenants:
         usage: NDArray[np.int64] = self.usage[slot].copy()
         self.move_out(slot)
         return usage
+
+
+def _first_usage(sequence: Sequence) -> tuple[int, int, int]:
+    """Of a sequence that is new here: what another worker counted of it, else the cached tokens of its prompt."""
+    if sequence.progress is not None:
+        return sequence.progress.cached_tokens, sequence.progress.drafted_tokens, sequence.progress.accepted_tokens
+    return (sequence.kv.cached_tokens if sequence.kv else 0), 0, 0

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from flowinfer.engine.hub import resolve
+from flowinfer.fakes import FakeContext
 from flowinfer.message import Call, Finish, Opening, ReplyFormat, Sampling, Tokens
 from flowinfer.stages.detokenize.stage import Detokenize
 from flowinfer.stages.recipe_tokenize.stage import RecipeTokenize
@@ -102,7 +103,7 @@ _END = Finish(reason="length")
 
 def main() -> None:
     model = sys.argv[1] if len(sys.argv) > 1 else "smollm2-135m"
-    context: Any = None  # neither stage uses its context here
+    context: Any = FakeContext()
     tokenizer = load_tokenizer(resolve(model))
     print(f"{'milliseconds, ' + model:<58} {'median':>9} {'fastest':>9}")
     bench_chat(tokenizer, context)

@@ -14,6 +14,7 @@ import torch
 from decode_loop import Service
 
 from flowinfer.engine import hub
+from flowinfer.fakes import FakeContext
 from flowinfer.message import Call, Opening, Piece, Prompt, Sampling, ToolChoice, Tokens
 from flowinfer.stages.detokenize.stage import Detokenize
 from flowinfer.stages.recipe_tokenize.stage import RecipeTokenize
@@ -54,8 +55,7 @@ def prompts_of(tokenizer: TextTokenizer, *calls: Call) -> list[Prompt]:
 
 def pieces_of(tokenizer: TextTokenizer, prompt: Prompt, tokens: list[int], finish: Any) -> Iterator[Piece]:
     """The answer as it streams, two tokens a step."""
-    context: Any = None
-    stage = Detokenize(Detokenize.Config(), context)
+    stage = Detokenize(Detokenize.Config(), FakeContext())
     stage.use(tokenizer)
     opening = Opening(id=prompt.id, sampling=prompt.sampling, prompt_tokens=len(prompt.tokens), cached_tokens=0)
     for at in range(0, len(tokens), 2):

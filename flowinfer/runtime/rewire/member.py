@@ -16,6 +16,7 @@ from flowinfer.runtime.events import (
     Abandon,
     Drained,
     Hurry,
+    Leavers,
     Prepare,
     Prepared,
     Regrant,
@@ -42,7 +43,7 @@ class Member:
         self._graft: Graft | None = None
         self._number = 0
         self._step = ""  # how far the change has come here: prepared, switched, drained
-        self._leaving: set[str] = set()
+        self.leaving: set[str] = set()  # instances that get nothing new
         self._layer: Layer | None = None
         self._waits = False
         self._aborted = 0
@@ -58,6 +59,8 @@ class Member:
                 self._prepare(event)
             case Switch():
                 self._switch(event)
+            case Leavers():
+                self.leaving |= set(event.names)
             case Abandon(number=number) if number == self._number:
                 self._abandon()
             case Hurry(number=number) if number == self._number:
@@ -118,9 +121,9 @@ class Member:
         logs.set_level(plan.log_level(self.worker.worker))
         log.info("%s runs epoch %d", self.worker.name, plan.epoch)
         self._resize(before, plan)
-        self._leaving = set(event.leaving)
+        self.leaving = set(event.leaving)
         for outbox in self.worker.outputs.values():
-            for name in self._leaving:
+            for name in self.leaving:
                 outbox.leave(name)
         self._aborted = 0
         self._step = "switched"
@@ -130,7 +133,7 @@ class Member:
     def _watch(self) -> None:
         """Reports once nothing old is left, and looks again until then."""
         self.worker.drain_layers()
-        if self._is_drained():
+        if self.is_drained():
             self._step = "drained"
             self._say(Drained(number=self._number, aborted=self._aborted))
         elif not self._waits:
@@ -141,18 +144,18 @@ class Member:
         self._waits = False
         self._watch()
 
-    def _is_drained(self) -> bool:
+    def is_drained(self) -> bool:
         if self.worker.layers:
             return False
-        if self.worker.name in self._leaving:
+        if self.worker.name in self.leaving:
             return not self.worker.open_requests and not any(box.waiting for box in self.worker.outputs.values())
-        return not any(box.owes(name) for box in self.worker.outputs.values() for name in self._leaving)
+        return not any(box.owes(name) for box in self.worker.outputs.values() for name in self.leaving)
 
     def _hurry(self) -> None:
         """Fails what is left of the old requests here."""
         worker = self.worker
         left = {request for layer in worker.layers for request in layer.ids if request in worker.open_requests}
-        if worker.name in self._leaving:
+        if worker.name in self.leaving:
             left |= set(worker.open_requests)
         self._aborted += len(left)
         for request in left:
@@ -161,7 +164,7 @@ class Member:
 
     def _retire(self) -> None:
         self.on_probation = False
-        self._leaving = set()
+        self.leaving = set()
 
     # -- credit --------------------------------------------------------------------------------------------------------
 

@@ -54,4 +54,5 @@ def _rows(tokens: Tokens, kept: list[bool]) -> Tokens:
         opened=[opening for opening in tokens.opened if opening.id in ids],
         finished={place[row]: finish for row, finish in tokens.finished.items() if row in place},
         logprobs={place[row]: entries for row, entries in tokens.logprobs.items() if row in place},
+        positions=None if tokens.positions is None else tokens.positions[mask],
     )
