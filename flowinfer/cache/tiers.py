@@ -13,6 +13,7 @@ from flowinfer.cache.sealing import EncryptionConfig
 from flowinfer.stage import StageConfig
 from flowinfer.units import ByteSize, Duration
 
+Write = Literal["auto", "reused", "all"]
 DISK, OBJECT = "disk", "object"  # names of tiers as owners of blocks
 STORES = frozenset({DISK, OBJECT})
 RETENTION: dict[str, Duration] = {"agent": 3 * 86_400.0, "chat": 7 * 86_400.0, "default": 3_600.0}
@@ -86,14 +87,14 @@ class ObjectTierConfig(Limits):
 class Tiers(StageConfig):
     """Where blocks are kept, from the nearest to the farthest.
 
-    write: what goes to disk and to the object store. `reused`: once a second prompt shows that it comes again;
-    `all`: every complete block.  encryption: of both.
+    write: what goes to disk and to the object store. `all`: every complete block; `reused`: what a second prompt shows
+    to come again; `auto`: what of both finds more at the tier's size.  encryption: of both.
     """
 
     memory: ByteSize = 2**30
     disk: DiskTierConfig | None = None
     object: ObjectTierConfig | None = None
-    write: Literal["reused", "all"] = "all"
+    write: Write = "auto"
     encryption: EncryptionConfig | None = None
 
     @model_validator(mode="before")

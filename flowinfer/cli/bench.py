@@ -14,8 +14,10 @@ from flowinfer.units import format_duration, parse_duration
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from flowinfer.sim.admission import Admitted
     from flowinfer.sim.cache_bench import Outcome
     from flowinfer.sim.routing import Routed
+    from flowinfer.sim.trace import Trace
 
 
 @click.group()
@@ -54,6 +56,7 @@ def cache(file: str, block: int, sizes: list[float], expiry: float, workers: int
     """
     from rich.console import Console
 
+    from flowinfer.sim.admission import compare_admissions
     from flowinfer.sim.cache_bench import compare_evictions, num_blocks_of, with_expiry, without_limit
     from flowinfer.sim.routing import WAYS, route
     from flowinfer.sim.trace import read_trace
@@ -67,6 +70,9 @@ def cache(file: str, block: int, sizes: list[float], expiry: float, workers: int
     )
     Console().print(_table(outcomes))
     each = max(trace.longest, num_blocks_of(trace, sizes[-1]) // workers)
+    tier_sizes = [num_blocks_of(trace, size) for size in sizes]
+    admitted = compare_admissions(trace, tier_sizes[0], tier_sizes)
+    Console().print("\nWritten to a tier below a pool of the first size", _admission_table(trace, admitted), sep="\n")
     routed = [route(trace, way, workers, each, load) for way in WAYS] if workers > 1 else []
     if routed:
         Console().print(f"\n{workers} workers of {each:,} blocks", _routing_table(routed), sep="\n")
@@ -75,6 +81,7 @@ def cache(file: str, block: int, sizes: list[float], expiry: float, workers: int
             "trace": trace.name,
             "block_tokens": block,
             "outcomes": [asdict(outcome) for outcome in outcomes],
+            "writing": [asdict(one) for one in admitted],
             "dispatch": [asdict(one) for one in routed],
         }
         Path(out).write_text(json.dumps(figures, indent=1) + "\n")
@@ -96,6 +103,18 @@ def _table(outcomes: list[Outcome]) -> Table:
             f"{o.written:,}" if o.written is not None else "",
             f"{o.gap_closed:.1%}" if o.gap_closed is not None else "",
         )
+    return table
+
+
+def _admission_table(trace: Trace, admitted: list[Admitted]) -> Table:
+    from rich.table import Table
+
+    table = Table("write", box=None)
+    for heading in ("size", "of all", "hit rate", "in the pool", "written"):
+        table.add_column(heading, justify="right")
+    for a in admitted:
+        rate, pool = a.hits / max(1, trace.num_blocks), a.pool_hits / max(1, trace.num_blocks)
+        table.add_row(a.write, f"{a.num_blocks:,}", f"{a.share:.1%}", f"{rate:.2%}", f"{pool:.2%}", f"{a.written:,}")
     return table
 
 

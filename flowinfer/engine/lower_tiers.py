@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from flowinfer.cache.disk.retention import Retention
 from flowinfer.cache.disk.store import DiskStore, StoreSettings
-from flowinfer.cache.policies.admission import Admission, make_admission
+from flowinfer.cache.policies.admission import make_admission
 from flowinfer.cache.tiers import DISK, OBJECT, RETENTION, DiskTierConfig, ObjectTierConfig, Tiers, tenant_of
 from flowinfer.engine.store_tier import Cost, Removed, Store, StoreTier, Wanted
 from flowinfer.errors import FlowInferError
@@ -27,17 +27,17 @@ MAX_FOLLOWING = 10_000  # requests; of those that end elsewhere nobody tells
 
 
 class _Following(NamedTuple):
-    """Whether what follows a prompt is wanted, and how it is to be kept."""
+    """Which tiers want what follows a prompt, and how it is to be kept."""
 
-    is_wanted: bool
+    tiers: Sequence[StoreTier]
     how: Wanted
 
 
 class LowerTiers:
     """Nearest first. Shared by the stages of an engine; all methods are for the worker's loop."""
 
-    def __init__(self, ctx: Context, engine: Engine, tiers: Sequence[StoreTier], admission: Admission) -> None:
-        self.ctx, self.engine, self.tiers, self.admission = ctx, engine, tiers, admission
+    def __init__(self, ctx: Context, engine: Engine, tiers: Sequence[StoreTier]) -> None:
+        self.ctx, self.engine, self.tiers = ctx, engine, tiers
         self._following: OrderedDict[str, _Following] = OrderedDict()  # by request
         self._num_users = 0
 
@@ -49,7 +49,7 @@ class LowerTiers:
             for settings in ctx.settings_of("cache-lookup"):
                 config = Tiers.model_validate(settings.get("tiers", {}))
                 if tiers := _open(ctx, engine, config, Retention(_retention(settings))):
-                    return cls(ctx, engine, tiers, make_admission(config.write))
+                    return cls(ctx, engine, tiers)
             return None
 
         lower = ctx.shared(("lower-tiers", engine.layout.digest), make, arms=True)
@@ -82,10 +82,13 @@ class LowerTiers:
         """Offers what is worth it of the complete blocks of a prompt that was computed."""
         if prompt.cache_keep_s == 0:
             return
-        num, follows = self.admission.admit(names)
-        how = _how(prompt)
-        self._offer(names[:num], how)
-        self._following[prompt.id] = _Following(follows, how)
+        how, following = _how(prompt), []
+        for tier in self.tiers:
+            num, follows = tier.admission.admit(names)
+            tier.keep(names[:num], how)
+            if follows:
+                following.append(tier)
+        self._following[prompt.id] = _Following(following, how)
         if len(self._following) > MAX_FOLLOWING:
             self._following.popitem(last=False)
 
@@ -94,18 +97,15 @@ class LowerTiers:
         if prompt.cache_keep_s == 0:
             return
         known = self._following.pop(prompt.id, None)
-        if known.is_wanted if known else self.admission.admit(names)[1]:
-            self._offer(names[first:], _how(prompt))
+        tiers = known.tiers if known else [tier for tier in self.tiers if tier.admission.admit(names)[1]]
+        for tier in tiers:
+            tier.keep(names[first:], _how(prompt))
 
     def returned(self, request: str, names: Sequence[bytes]) -> None:
         """Offers the blocks that a lessee has filled, behind the prompt."""
-        known = self._following.pop(request, None)
-        if known is not None and known.is_wanted:
-            self._offer(names, known.how)
-
-    def _offer(self, names: Sequence[bytes], how: Wanted) -> None:
-        for tier in self.tiers:
-            tier.keep(names, how)
+        if (known := self._following.pop(request, None)) is not None:
+            for tier in known.tiers:
+                tier.keep(names, known.how)
 
     # ----------------------------------------------------------------------------------------------------- restoring
 
@@ -157,11 +157,15 @@ def _how(prompt: Prompt) -> Wanted:
 def _open(ctx: Context, engine: Engine, config: Tiers, retention: Retention) -> list[StoreTier]:
     key = config.encryption.read_key() if config.encryption else None
     tiers: list[StoreTier] = []
+    block = engine.layout.block_bytes
     try:
         if (disk := config.disk) is not None:
-            tiers.append(StoreTier(DISK, ctx, engine, partial(_open_disk, ctx, disk, retention, key)))
+            opened = partial(_open_disk, ctx, disk, retention, key)
+            tiers.append(StoreTier(DISK, ctx, engine, opened, make_admission(config.write, disk.size // block)))
         if (objects := config.object) is not None:
-            tiers.append(StoreTier(OBJECT, ctx, engine, partial(_open_objects, objects, retention, key)))
+            size = None if objects.size is None else objects.size // block
+            opened = partial(_open_objects, objects, retention, key)
+            tiers.append(StoreTier(OBJECT, ctx, engine, opened, make_admission(config.write, size)))
     except FlowInferError:
         for tier in tiers:
             tier.close()

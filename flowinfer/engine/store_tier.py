@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
+from flowinfer.cache.policies.admission import Admission
 from flowinfer.cache.tiers import LATENCY_S, ReadSpeed, worth_restoring
 from flowinfer.message import BlockRemoved, BlockStored
 from flowinfer.observe import metrics
@@ -66,7 +67,7 @@ class Wanted:
 class StoreTier:
     """A store as one engine uses it. All methods are for the worker's loop, but `read`.
 
-    open_store(removed, added, fault) opens the store.
+    open_store(removed, added, fault) opens the store.  admission: what of a prompt is worth offering to it.
     """
 
     def __init__(
@@ -75,8 +76,9 @@ class StoreTier:
         ctx: Context,
         engine: Engine,
         open_store: Callable[[Removed, Removed, Callable[[str], None]], Store],
+        admission: Admission,
     ) -> None:
-        self.name, self.ctx, self.engine, self._open_store = name, ctx, engine, open_store
+        self.name, self.ctx, self.engine, self._open_store, self.admission = name, ctx, engine, open_store, admission
         self._changes: deque[tuple[bool, bytes]] = deque()  # (came, name), told by threads of the store
         self._queue: deque[tuple[list[bytes], Wanted]] = deque()
         self._recent: OrderedDict[bytes, None] = OrderedDict()

@@ -68,7 +68,7 @@ class CacheLookup(Stage):
         retention: dict[str, Duration] = setting(RETENTION, change="cold")
         share_inflight: bool = setting(True, change="live")
         wait: Duration = setting(30.0, change="live")
-        eviction: Kind = setting("lru", change="cold")
+        eviction: Kind = setting("density", change="cold")
         events: Events | None = setting(None, change="cold")
 
         def contract(self) -> Contract:

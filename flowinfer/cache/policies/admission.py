@@ -2,18 +2,24 @@
 
 A block is known by its name; how often it was met is estimated by a count-min sketch (Cormode and Muthukrishnan, 2005)
 with conservative update, halved now and then, as in TinyLFU (Einziger, Friedman and Manes, 2017). Names are hashes, so
-their bytes serve as the sketch's.
+their bytes serve as the sketch's. Whether it pays to be choosy depends on the tier's size against the traffic: a large
+one finds more if everything is written, a small one if one-off prompts don't push out the rest. So `auto` plays both on
+a sample of the blocks and follows what found more (set dueling: Qureshi et al., ISCA 2007).
 """
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Sequence
-from typing import Literal, Protocol
+from typing import Protocol
 
 import numpy as np
 
-Write = Literal["reused", "all"]
+from flowinfer.cache.tiers import Write
+
 ROWS = 4
+SAMPLED = 16  # one block of so many is followed by `auto`
+MEMORY = 1_000  # requests that its choice looks back on
 FEW = 4  # a block met so often at most, now included, belongs to one conversation; beyond, to what many begin with
 
 
@@ -24,9 +30,11 @@ class Admission(Protocol):
         """(how many leading blocks of the prompt are wanted, whether what follows it is wanted too)."""
 
 
-def make_admission(write: Write) -> Admission:
-    """The admission of this name."""
-    return Reused() if write == "reused" else Everything()
+def make_admission(write: Write, num_blocks: int | None) -> Admission:
+    """The admission of this name for a tier of num_blocks; None: without a limit, where all fits."""
+    if write == "reused":
+        return Reused()
+    return Everything() if write == "all" or num_blocks is None else Dueling(num_blocks)
 
 
 class Everything:
@@ -34,6 +42,49 @@ class Everything:
 
     def admit(self, names: Sequence[bytes]) -> tuple[int, bool]:
         return len(names), True
+
+
+class Dueling:
+    """What serves a tier of num_blocks better: everything, or what is reused. Begins with everything."""
+
+    def __init__(self, num_blocks: int) -> None:
+        self._reused = Reused()
+        size = max(1, num_blocks // SAMPLED)
+        self._with_all, self._with_reused = _Shadow(size), _Shadow(size)
+        self._lead = 0.0  # hits of `reused` beyond those of `all`, the newest counting most
+
+    @property
+    def is_choosy(self) -> bool:
+        """Whether only what is reused is written now."""
+        return self._lead > 0
+
+    def admit(self, names: Sequence[bytes]) -> tuple[int, bool]:
+        num, follows = self._reused.admit(names)
+        sampled = [(place, name) for place, name in enumerate(names) if name[-1] % SAMPLED == 0]
+        gained = self._with_reused.use(sampled, num) - self._with_all.use(sampled, len(names))
+        self._lead += gained - self._lead / MEMORY
+        return (num, follows) if self.is_choosy else (len(names), True)
+
+
+class _Shadow:
+    """Names of a sample of what a tier would hold that is written in one way; the least recently used goes first."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._order: OrderedDict[bytes, None] = OrderedDict()
+
+    def use(self, sampled: Sequence[tuple[int, bytes]], num_wanted: int) -> int:
+        """Takes in the wanted of these (place, name), deepest first; returns how many were there."""
+        hits = 0
+        for place, name in reversed(sampled):
+            if name in self._order:
+                self._order.move_to_end(name)
+                hits += 1
+            elif place < num_wanted:
+                self._order[name] = None
+        while len(self._order) > self._size:
+            self._order.popitem(last=False)
+        return hits
 
 
 class Reused:
