@@ -20,6 +20,7 @@ from flowinfer.message import Message, type_registry
 from flowinfer.observe.summary import summarize
 from flowinfer.observe.where import compile_where
 from flowinfer.runtime.events import TapAsk
+from flowinfer.runtime.outbox import Outbox
 from flowinfer.runtime.watch import unwatch, watch
 
 if TYPE_CHECKING:
@@ -31,6 +32,8 @@ LEASE_S = 6.0  # without a renewal, of which there is one every two seconds
 FLUSH_S = 0.05
 SHARE = 0.01  # of the time of the loop
 BURST_S = 0.005
+CALL_S = 0.5e-6  # what a look costs beside what it measures of itself
+REST_S = 0.05
 MAX_WAITING = 256  # messages between two sendings
 MAX_LINE = 16_000  # bytes of one message
 MAX_DATAGRAM = 60_000  # bytes; a Unix datagram carries 200 KB
@@ -55,36 +58,52 @@ class Tap:
     """One viewer's look at one edge in this worker."""
 
     def __init__(self, group: Group, ask: TapAsk, edge: EdgePlan) -> None:
-        self.group, self.ask = group, ask
+        self.group, self.ask, self.edge = group, ask, edge
         self.until = group.clock.now() + LEASE_S
         self._holds = compile_where(ask.where, type_registry.get(edge.message))
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         self._socket.setblocking(False)
         self._waiting: list[bytes] = []
         self._told = Told(group.name, group.generation, 0, 0, 0, 0)
+        self._passed = passed(group, edge)
+        self._num_looked = 0
         self._balance = BURST_S
-        self._looked = time.perf_counter()
+        self._looked_at = time.perf_counter()
         self._share = 0.0  # of the messages that `sample` asks for, so far
+        self._rests = False
         self.over = False
+
+    def begin(self) -> bool:
+        """Looks at the edge from now on, unless it rests; False where no such edge begins here."""
+        return self._rests or watch(self.group, self.edge.name, self.look)
 
     def look(self, message: Message) -> None:
         """Takes a message into the next datagram, if it is asked for and there is time."""
-        told = self._told
-        told.num_seen += 1
-        self._share += self.ask.sample
-        if self._share < 1.0 or told.num_matched >= self.ask.limit:
-            return
-        self._share -= 1.0
         began = time.perf_counter()
-        self._balance = min(BURST_S, self._balance + (began - self._looked) * SHARE)
-        self._looked = began
+        self._balance = min(BURST_S, self._balance + (began - self._looked_at) * SHARE)
+        self._looked_at = began
         if self._balance <= 0:
-            told.num_skipped += 1
+            self._rest()
             return
-        if self._holds(message):
-            told.num_matched += 1
-            self._keep(message)
-        self._balance -= time.perf_counter() - began
+        self._num_looked += 1
+        self._share += self.ask.sample
+        if self._share >= 1.0 and self._told.num_matched < self.ask.limit:
+            self._share -= 1.0
+            if self._holds(message):
+                self._told.num_matched += 1
+                self._keep(message)
+        self._balance -= time.perf_counter() - began + CALL_S
+
+    def _rest(self) -> None:
+        """Lets go of the edge until there is time again: even to count would be too much on a very busy one."""
+        self._rests = True
+        unwatch(self.group, self.look)
+        self.group.call_at(None, self.group.clock.now() + REST_S - self._balance / max(SHARE, 1e-6), self._wake)
+
+    def _wake(self) -> None:
+        self._rests = False
+        if not self.over:
+            self.begin()
 
     def _keep(self, message: Message) -> None:
         if len(self._waiting) >= MAX_WAITING:
@@ -100,6 +119,7 @@ class Tap:
 
     def flush(self) -> None:
         """Sends what waits; what the viewer's socket doesn't take is lost to it."""
+        self._count()
         lines, self._waiting = self._waiting, []
         while True:
             batch, size = list[msgspec.Raw](), 0
@@ -113,6 +133,13 @@ class Tap:
             if not lines:
                 return
 
+    def _count(self) -> None:
+        """What has passed, by the edge's own count, which costs nothing; what wasn't looked at of it."""
+        now = passed(self.group, self.edge)
+        self._told.num_seen += now - self._passed if now >= self._passed else now  # a new instance counts anew
+        self._passed = now
+        self._told.num_skipped = max(0, self._told.num_seen - self._num_looked)
+
     def _send(self, data: bytes) -> bool:
         try:
             self._socket.sendto(data, self.ask.to)
@@ -124,6 +151,17 @@ class Tap:
 
     def close(self) -> None:
         self._socket.close()
+
+
+def passed(group: Group, edge: EdgePlan) -> int:
+    """Messages that were put on an edge that begins in this worker."""
+    run = group.by_name.get(edge.source)
+    for one in run.outputs.get(edge.message, ()) if run is not None else ():
+        if one.edge.name == edge.name and isinstance(one, Outbox):
+            return one.num_sent + one.waiting
+    target = group.by_name.get(edge.target)
+    inbox = target.inboxes.get(edge.port) if target is not None else None
+    return inbox.num_taken + len(inbox.messages) if inbox is not None else 0
 
 
 class Taps:
@@ -141,7 +179,7 @@ class Taps:
         if tap is None:
             return
         tap.until = self.group.clock.now() + LEASE_S
-        tap.over = ask.limit <= 0 or not watch(self.group, ask.edge, tap.look)
+        tap.over = ask.limit <= 0 or not tap.begin()
         tap.flush()
         self._end_over()
 
