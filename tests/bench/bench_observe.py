@@ -214,7 +214,7 @@ def main() -> None:
     print("viewer   figure                   without      with          change [95 %]")
     seeds = iter(range(1, 1_000_000))
     if any(map(wanted, VIEWERS)):
-        with service("prod.yaml", "stages.lookup.with.tiers.disk=null") as running:
+        with service("prod.yaml") as running:
             load(running, args.streams, next(seeds))  # warms up
             for name in filter(wanted, VIEWERS):
                 speeds, costs = rounds_of(name, running, args.rounds, args.streams, seeds)
