@@ -148,15 +148,15 @@ class Prefill(Stage):
 
     def _admit(self, now: float) -> Iterable[Sequence]:
         self.blocked = False
-        full: set[str | None] = set()
+        full: set[tuple[str | None, str]] = set()
         for prompt in list(self.waiting.values()):
-            if prompt.bucket in full or len(self.prompts) >= self.config.max_prompts:
+            if (prompt.bucket, prompt.arm) in full or len(self.prompts) >= self.config.max_prompts:
                 continue
             if self._hold(prompt):
                 del self.waiting[prompt.id]
                 yield from self._start(prompt)
             elif prompt.id in self.waiting:
-                full.add(prompt.bucket)  # first come, first served inside a bucket
+                full.add((prompt.bucket, prompt.arm))  # first come, first served inside a bucket
         if full:
             self._wait(now)
 
@@ -186,6 +186,9 @@ class Prefill(Stage):
 
     def _wait(self, now: float) -> None:
         self.blocked = True
+        for prompt in self.waiting.values():
+            if prompt.arm:  # what waits for an experiment's arm B keeps nothing of arm A's out
+                self.ctx.give_back("prompts", prompt.id)
         for request in [
             id for id, since in self.since.items() if id in self.waiting and now - since > self.config.wait
         ]:
