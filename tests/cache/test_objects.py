@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner, Result
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -19,6 +20,7 @@ from flowinfer.cache.objects.client import Client, Listed
 from flowinfer.cache.objects.naming import Named, parse
 from flowinfer.cache.objects.store import PAUSE_S, ObjectSettings, ObjectStore
 from flowinfer.cache.tiers import ObjectTierConfig
+from flowinfer.cli import main
 from flowinfer.errors import FlowInferError
 
 NAMESPACE, SIZE, DAY, KEY = "0123456789abcdef", 20_000, 86_400.0, bytes(range(32))
@@ -362,3 +364,50 @@ def test_names_tell_what_they_were_made_of(namespace: str, cls: str, tenant: str
     named = Named(namespace, os.urandom(16), cls, keep, tenant)
     assert parse(named.key) == named and named.key.isascii()
     assert parse(named.key + "x/y") is None and parse("v1/" + namespace) is None
+
+
+# ---------------------------------------------------------------------------------------------------- flowinfer cache
+
+
+@pytest.mark.parametrize("kind", ["file", "s3"])
+def test_the_command_line_looks_at_objects_cleans_and_carries_them(
+    opened: Open, tmp_path: Path, kind: str, request: pytest.FixtureRequest
+) -> None:
+    url, where = f"file://{tmp_path}/objects", []
+    if kind == "s3":
+        (tmp_path / "credentials").write_text("[kv]\naws_access_key_id = a\naws_secret_access_key = b\n")
+        url, endpoint = f"s3://kv-cache/{tmp_path.name}", request.getfixturevalue("s3")
+        where = ["--option", f"endpoint={endpoint}", "--option", "region=us-east-1", "--option", "allow_http=true"]
+        where += ["--credentials", str(tmp_path / "credentials"), "--profile", "kv"]
+    options = dict(option.partition("=")[::2] for option in where[1:6:2])
+    credentials = str(tmp_path / "credentials") if kind == "s3" else None
+    client = Client(url, options=options, credentials_file=credentials, profile="kv")
+    put(opened(client), range(4))
+    put(opened(client, key=KEY), [7], cls="agent", tenant="alice")
+
+    def run(command: str, *words: str, at: str = url) -> Result:
+        return CliRunner().invoke(main, ["cache", command, "--path", at, *where, *words])
+
+    stats, tar, other = run("stats"), str(tmp_path / "x.tar"), f"{url}/other"
+    assert "alice" in stats.output and "117.7 KiB" in stats.output, stats.output  # five of 20,000 + 4,096, and a tag
+    assert len(run("ls", "--class", "chat").output.splitlines()) == 4
+    assert run("verify").exit_code == 0 and "5 blocks written" in run("export", tar).output
+    damaged = Named(NAMESPACE, name(1), "chat", 3600, "").key
+    client.put(damaged, bytes(client.get(damaged))[:-1])
+    found = run("verify")
+    assert found.exit_code == 1 and damaged in found.output and "1 damaged" in found.output
+    assert "1 blocks deleted" in run("rm", "--damaged").output and run("verify").exit_code == 0
+    assert "1 blocks deleted" in run("rm", "--tenant", "alice").output
+    assert held(opened(client), range(8)) == [0, 2, 3]
+    assert "5 blocks taken in" in run("import", tar, at=other).output
+    beside = Client(other, options=options, credentials_file=credentials, profile="kv")
+    assert held(opened(beside), range(8)) == [0, 1, 2, 3] and held(opened(beside, key=KEY), [7]) == [7]
+
+
+def test_a_store_that_cannot_be_had_is_told_in_a_line(tmp_path: Path) -> None:
+    (tmp_path / "c").write_text("[default]\naws_access_key_id = a\naws_secret_access_key = b\n")
+    options = ["--option", "endpoint=http://127.0.0.1:9", "--option", "region=x", "--credentials", str(tmp_path / "c")]
+    result = CliRunner().invoke(main, ["cache", "stats", "--path", "s3://no-such/x", *options])
+    assert result.exit_code == 1 and "can't be listed" in result.output and "Traceback" not in result.output
+    secret = CliRunner().invoke(main, ["cache", "stats", "--path", "s3://b/x", "--option", "secret_access_key=hunter2"])
+    assert secret.exit_code == 2 and "credentials" in secret.output

@@ -8,10 +8,7 @@ import tarfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from io import BytesIO
 from pathlib import Path
-
-import msgspec
 
 from flowinfer.cache.disk.index import FILE, DiskIndex, Entry, Usage
 from flowinfer.cache.disk.io import Arena, Files
@@ -19,7 +16,7 @@ from flowinfer.cache.disk.reader import BlockReader, ReadFault
 from flowinfer.cache.disk.segments import segment_path
 from flowinfer.cache.disk.store import UNLIMITED, DiskStore, StoreSettings
 from flowinfer.cache.disk.writer import AS_IS
-from flowinfer.cache.sealing import Seal
+from flowinfer.cache.export import Exported, blocks_of, write_block
 from flowinfer.errors import FlowInferError
 
 
@@ -31,20 +28,6 @@ class Summary:
     segments: int
     allocated: int
     live: int
-
-
-class Exported(msgspec.Struct, frozen=True):
-    """A block in an export, beside its payload as it is stored: an encrypted one stays so.
-
-    keep_s: how long it stays after a use, which the import is.
-    """
-
-    name: bytes
-    namespace: str
-    cls: str
-    tenant: str
-    keep_s: float
-    seal: Seal | None = None
 
 
 def summary(folder: Path) -> Summary:
@@ -93,9 +76,8 @@ def export(folder: Path, to: Path) -> int:
                 seal = reader.read_stored(entry, payload)
             except ReadFault:
                 continue
-            head = Exported(entry.name, entry.namespace, entry.cls, entry.tenant, entry.keep, seal)
-            _add(tar, f"{entry.name.hex()}.json", msgspec.json.encode(head))
-            _add(tar, f"{entry.name.hex()}.kv", bytes(payload))
+            block = Exported(entry.name, entry.namespace, entry.cls, entry.tenant, entry.keep, seal)
+            write_block(tar, block, payload)
             count += 1
     return count
 
@@ -103,27 +85,12 @@ def export(folder: Path, to: Path) -> int:
 def import_(folder: Path, source: Path, *, size: int) -> int:
     """Puts the blocks of an export into a store of `size` bytes. Raises while a service runs."""
     count = 0
-    with _changing(folder, size=size) as store, tarfile.open(source) as tar:
-        while (head := tar.next()) is not None and (body := tar.next()) is not None:
-            block = msgspec.json.decode(_bytes(tar, head), type=Exported)
-            payload = memoryview(bytearray(_bytes(tar, body)))
+    with _changing(folder, size=size) as store:
+        for block, payload in blocks_of(source):
             how = {"namespace": block.namespace, "cls": block.cls, "tenant": block.tenant}
             stored = store.put([(block.name, payload)], keep_s=block.keep_s, sealed=block.seal or AS_IS, **how)
             count += len(stored.result())
     return count
-
-
-def _add(tar: tarfile.TarFile, name: str, data: bytes) -> None:
-    info = tarfile.TarInfo(name)
-    info.size = len(data)
-    tar.addfile(info, BytesIO(data))
-
-
-def _bytes(tar: tarfile.TarFile, member: tarfile.TarInfo) -> bytes:
-    file = tar.extractfile(member)
-    if file is None:
-        raise FlowInferError(f"{tar.name!s} isn't an export of a cache.")
-    return file.read()
 
 
 def _damage(reader: BlockReader, entry: Entry) -> str:

@@ -64,7 +64,7 @@ class Client:
             how["client_options"] = {
                 "timeout": limit,
                 "connect_timeout": min(limit, timedelta(seconds=3)),
-                "allow_http": bool(options.pop("allow_http", False)),
+                "allow_http": str(options.pop("allow_http", False)).lower() == "true",
             }
             how["config"] = {**options, **(_credentials(Path(credentials_file), profile) if credentials_file else {})}
         try:
