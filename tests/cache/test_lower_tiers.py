@@ -1,0 +1,167 @@
+"""Tiers below the pool in a service with a small random model: disk and objects together, restores beside decoding."""
+
+from __future__ import annotations
+
+import random
+import shutil
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from decode_loop import Service, prompt, save_random_llama
+
+from flowinfer.cache.disk.io import Files
+from flowinfer.cache.objects.client import Client
+from flowinfer.message import Serving
+
+VOCAB = 96
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("llama")
+    save_random_llama(folder, VOCAB, 1024)
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def restoring(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reading is always worth it, however fast the small model computes."""
+    monkeypatch.setattr("flowinfer.engine.store_tier.worth_restoring", lambda *args: True)
+
+
+def disk(folder: Path) -> dict[str, Any]:
+    return {"disk": {"path": str(folder / "kv"), "size": "64MiB", "segment": "1MiB", "spare": "0"}}
+
+
+def objects(folder: Path) -> dict[str, Any]:
+    return {"object": {"url": f"file://{folder}/objects", "refresh": "1h"}}
+
+
+@pytest.fixture
+def services() -> Iterator[list[Service]]:
+    made: list[Service] = []
+    yield made
+    for running in made:
+        running.group.close()
+
+
+def start(services: list[Service], llama: Path, tiers: dict[str, Any], num_blocks: int = 16) -> Service:
+    running = Service(llama, num_blocks=num_blocks, lookup={"tiers": {"write": "all", **tiers}})
+    running.group.emit(Serving())
+    services.append(running)
+    return running
+
+
+def stop(services: list[Service], running: Service) -> None:
+    services.remove(running)
+    running.group.close()
+
+
+def tokens(seed: int, count: int) -> list[int]:
+    return random.Random(seed).choices(range(3, VOCAB), k=count)
+
+
+def answer(running: Service, id: str, seed: int, count: int = 300) -> tuple[list[int], int]:
+    """(tokens of the answer, tokens of the prompt that were found)"""
+    running.send(prompt(id, tokens(seed, count)))
+    return running.finish([id])[id], int(running.client.ended[id].cached_tokens)
+
+
+def counts(running: Service, tier: str) -> Any:
+    (found,) = [one for one in running.decode.lower.tiers if one.name == tier]
+    return found.store.counts
+
+
+def test_objects_outlive_the_service(llama: Path, tmp_path: Path, services: list[Service]) -> None:
+    first = start(services, llama, objects(tmp_path))
+    text, _ = answer(first, "a", 1)
+    stop(services, first)
+    assert answer(start(services, llama, objects(tmp_path)), "b", 1) == (text, 256)
+
+
+def test_what_the_disk_has_lost_comes_from_objects_and_goes_back_to_disk(
+    llama: Path, tmp_path: Path, services: list[Service]
+) -> None:
+    both = disk(tmp_path) | objects(tmp_path)
+    first = start(services, llama, both)
+    text, _ = answer(first, "a", 1)
+    stop(services, first)
+    shutil.rmtree(tmp_path / "kv")
+    second = start(services, llama, both)
+    assert answer(second, "b", 1) == (text, 256) and counts(second, "object")["hits"] == 4
+    stop(services, second)
+    shutil.rmtree(tmp_path / "objects")
+    assert answer(start(services, llama, both), "c", 1) == (text, 256)
+
+
+def test_a_prefix_is_pieced_together_from_both(llama: Path, tmp_path: Path, services: list[Service]) -> None:
+    first = start(services, llama, disk(tmp_path))
+    answer(first, "head", 1, 130)
+    stop(services, first)
+    second = start(services, llama, objects(tmp_path))
+    text, _ = answer(second, "a", 1, 300)
+    stop(services, second)
+    third = start(services, llama, disk(tmp_path) | objects(tmp_path))
+    assert answer(third, "b", 1, 300) == (text, 256)
+    assert (counts(third, "disk")["hits"], counts(third, "object")["hits"]) == (2, 2)
+
+
+@pytest.mark.parametrize("fault", ["damaged", "gone", "error"])
+def test_bad_objects_mean_computing_again_and_never_another_answer(
+    llama: Path, tmp_path: Path, services: list[Service], fault: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = start(services, llama, objects(tmp_path))
+    text, _ = answer(first, "a", 1)
+    stop(services, first)
+    again = start(services, llama, objects(tmp_path))
+    assert again.decode.lower.tiers[0].store.contains([], "") == 0  # the listing is there
+    for path in (tmp_path / "objects" / "v1").rglob("*.chat.*"):
+        if fault == "damaged":
+            data = bytearray(path.read_bytes())
+            data[5000] ^= 1
+            path.write_bytes(data)
+        elif fault == "gone":
+            path.unlink()
+    if fault == "error":
+
+        def broken(*args: object) -> None:
+            raise OSError("500 Internal Server Error")
+
+        monkeypatch.setattr(Client, "get", broken)
+    assert answer(again, "b", 1) == (text, 0)
+    causes = {"damaged": "read_checksum", "gone": "read_gone", "error": "read_io"}
+    assert counts(again, "object")[causes[fault]] > 0
+
+
+class Gated(Files):
+    """Reads of blocks wait for the gate."""
+
+    def __init__(self) -> None:
+        self.gate, self.reading = threading.Event(), 0
+
+    def read(self, fd: int, buffers: Sequence[memoryview], offset: int) -> None:
+        self.reading += 1
+        assert self.gate.wait(60)
+        super().read(fd, buffers, offset)
+
+
+def test_restores_run_side_by_side_and_hold_up_no_stream(llama: Path, tmp_path: Path, services: list[Service]) -> None:
+    first = start(services, llama, disk(tmp_path), 40)
+    expected = {id: answer(first, id, seed)[0] for id, seed in (("a", 1), ("b", 2), ("c", 3))}
+    stop(services, first)
+    running = start(services, llama, disk(tmp_path), 40)
+    store, prefill = running.decode.lower.tiers[0].store, running.group.by_name["prefill"].stage
+    files = store._reader._files = Gated()
+    running.send(prompt("b", tokens(2, 300)), prompt("c", tokens(3, 300)))
+    while len(prefill.restoring) < 2 or files.reading < 2:  # type: ignore[attr-defined]
+        running.turn()
+    running.send(prompt("d", tokens(4, 40), max_tokens=60))
+    assert len(running.finish(["d"])["d"]) == 60, "a stream begins and ends while both wait for the disk"
+    assert not {"b", "c"} & running.client.ended.keys()
+    files.gate.set()
+    got = running.finish(["b", "c"])
+    assert got == {"b": expected["b"], "c": expected["c"]}
+    assert [running.client.ended[id].cached_tokens for id in ("b", "c")] == [256, 256]
