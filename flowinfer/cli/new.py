@@ -43,7 +43,7 @@ def write_stage(name: str, into: Path) -> Path:
     words = {"kind": name, "cls": "".join(part.capitalize() for part in name.split("-")), "folder": str(folder)}
     for path in TEMPLATES.glob("*.txt"):
         text = Template(path.read_text("utf-8")).substitute(words)
-        target = f"{name}.yaml" if path.stem == "overlay.yaml" else path.stem
+        target = {"overlay.yaml": f"{name}.yaml", "stage_test.yaml": f"{name}_test.yaml"}.get(path.stem, path.stem)
         (folder / target).write_text(text, "utf-8")
     (folder / "__init__.py").touch()  # so that the files find each other by `from .policy import`
     return folder

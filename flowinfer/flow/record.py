@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from flowinfer.codec import schema_of
 from flowinfer.flow.file import EVENTS, Header, Writer, fields_of
-from flowinfer.graph.plan import EdgePlan, Plan
+from flowinfer.graph.plan import Plan
 from flowinfer.message import Cancel, Ended, Event, Message, type_registry
 from flowinfer.runtime.local import LocalService
-from flowinfer.runtime.stage_run import Put
+from flowinfer.runtime.watch import watch
 
 ENDS = (Cancel, Ended)  # the only events that come from outside of the stages
 
@@ -41,19 +42,9 @@ class Recorder:
         self._clock = service.group.clock
         self._began = self._clock.now()
         self.num_messages = 0
-        for run in service.group.runs:
-            for edges in run.outputs.values():
-                for edge in edges:
-                    if edge.edge.name in header.edges:
-                        setattr(edge, "put", self._watched(edge.edge, edge.put))  # noqa: B010 - one of two types
+        for name in header.edges:
+            watch(service.group, name, partial(self._add, name))
         service.group.watch = self._event
-
-    def _watched(self, edge: EdgePlan, put: Put) -> Put:
-        def watched(message: Message) -> None:
-            self._add(edge.name, message)  # before it is passed on: the next stage may write into it
-            put(message)
-
-        return watched
 
     def _event(self, event: Event) -> None:
         if isinstance(event, ENDS):

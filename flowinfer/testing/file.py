@@ -27,6 +27,7 @@ from flowinfer.spec.tree import Node, read_tree
 from flowinfer.spec.validation import STRUCTURE, validate
 from flowinfer.units import Duration
 
+SHIPPED = Path(__file__).parents[1] / "pipelines"
 FAULTS = ("kill", "delay", "drop_credit", "corrupt", "full_disk")
 FaultKind = Literal["kill", "delay", "drop_credit", "corrupt", "full_disk"]
 
@@ -251,7 +252,9 @@ class PipelineTest(Strict):
     """Tests of a pipeline. `flowinfer test` runs them in this process, with faults, mocks or cuts in virtual time."""
 
     pipeline: str
-    """The file under test, relative to this one."""
+    """The file under test, relative to this one; where there is none, a pipeline of FlowInfer's, as prod.yaml."""
+    overlays: list[str] = []
+    """Files that are laid over it, relative to this one."""
     set: dict[str, Any] = {}
     """Settings, as --set changes them."""
     cases_of: str | None = None
@@ -314,16 +317,17 @@ class PipelineTest(Strict):
 
     def plan(self, path: Path) -> Plan:
         """The plan of the pipeline under test."""
-        return self._plan(path.parent / self.pipeline)
+        return self._plan(path.parent, self.pipeline)
 
     def other_plan(self, path: Path) -> Plan | None:
         """The plan of the pipeline that must answer the same, if there is one."""
-        return self._plan(path.parent / self.equivalent_to) if self.equivalent_to else None
+        return self._plan(path.parent, self.equivalent_to) if self.equivalent_to else None
 
-    def _plan(self, file: Path) -> Plan:
-        return load_plan(
-            file, sets=[f"{key}={_text(value)}" for key, value in self.set.items()], allow_local=self.allow_local
-        )
+    def _plan(self, folder: Path, name: str) -> Plan:
+        file, shipped = folder / name, SHIPPED / name
+        sets = [f"{key}={_text(value)}" for key, value in self.set.items()]
+        overlays = [folder / overlay for overlay in self.overlays]
+        return load_plan(file if file.exists() or not shipped.exists() else shipped, overlays, sets, self.allow_local)
 
 
 def _problem(code: str, message: str, node: Node, key: str) -> Problem:

@@ -89,16 +89,22 @@ class InlineRun:
         waiting = list(self.cases)
         while waiting or self._open:
             self.world.run_until_idle()
-            due = self._due(waiting)
-            if due is not None and self._can_ask():
-                waiting.remove(due)
-                self._send(due)
+            if self._send_due(waiting):
                 continue
             at = min(self.world.next_at(), self._next_case_at(waiting))
             if at == inf or at > MAX_VIRTUAL_S:
                 self._stuck()
                 return
             self.world.advance(at)
+
+    def _send_due(self, waiting: list[Case]) -> bool:
+        """Sends all whose time has come; those of one time arrive together."""
+        was_due = False
+        while self._can_ask() and (due := self._due(waiting)) is not None:
+            waiting.remove(due)
+            self._send(due)
+            was_due = True
+        return was_due
 
     def _due(self, waiting: Sequence[Case]) -> Case | None:
         """The next case whose time has come: cases without a time wait for all before them."""

@@ -23,10 +23,13 @@ def test_the_tests_of_a_new_stage_pass_at_once_and_fail_when_it_breaks(tmp_path:
     command = [sys.executable, "-m", "flowinfer", "test", str(folder)]
     passed = subprocess.run(command, capture_output=True, text=True, check=False)
     assert passed.returncode == 0, passed.stdout + passed.stderr
-    assert "2 passed" in passed.stdout
+    assert "2 passed" in passed.stdout, "in Python"
+    assert "3 passed, 0 failed" in passed.stdout, "the stage in its place"
     policy = folder / "policy.py"
     policy.write_text(policy.read_text().replace("> short", "< short"))
-    assert subprocess.run(command, capture_output=True, check=False).returncode == 1
+    broken = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert broken.returncode == 1
+    assert "the order is ['long', 'short'], expected ['short', 'long']" in broken.stdout
 
 
 def test_its_overlay_lies_over_every_shipped_pipeline(tmp_path: Path) -> None:
