@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from flowinfer.cache.disk.io import Files
 from flowinfer.errors import SpecError
 from flowinfer.testing import Outcome
 from flowinfer.testing.run import WHOLE
@@ -168,11 +170,9 @@ faults: [{drop_credit: reverse -> join, at: 1s}]
     assert problems(done) == {}
 
 
-def test_a_request_that_nobody_will_ever_end_is_told_as_stuck(run: RunFile, folder: object) -> None:
+def test_a_request_that_nobody_will_ever_end_is_told_as_stuck(run: RunFile, folder: Path) -> None:
     """A stage that forgets what it takes, in a cut, where there is no gateway with a deadline."""
-    from pathlib import Path
-
-    stages = Path(str(folder)) / "stages.py"
+    stages = folder / "stages.py"
     stages.write_text(stages.read_text().replace("            yield prompt\n", "            pass\n        return []\n"))
     done = run(
         "cut: {from: reverse, to: reverse}\ncases: [{name: a, message: {num_tokens: 3}, expect: {where: id == 'a'}}]\n"
@@ -233,3 +233,48 @@ def test_mistakes_are_told_with_their_place(run: RunFile, text: str, message: st
     told = [problem for problem in caught.value.problems if message in str(problem)]
     assert told, str(caught.value)
     assert told[0].mark is not None and told[0].mark.line >= 3
+
+
+DISK_STAGE = '''
+import errno
+from collections.abc import Iterable
+from pathlib import Path
+from flowinfer.cache.disk.io import Files
+from flowinfer.message import Call, Finish, Piece, Text
+from flowinfer.stage import Stage, StageConfig
+
+class Keep(Stage):
+    """Writes a file of its disk tier for each call, and says how that went."""
+
+    class Config(StageConfig):
+        tiers: dict[str, dict[str, str]]
+
+    def step(self, calls: list[Call]) -> Iterable[Text]:
+        for call in calls:
+            try:
+                Files().create(Path(self.config.tiers["disk"]["path"]) / call.id, 4096)
+                text = "kept"
+            except OSError as error:
+                text = errno.errorcode[error.errno]
+            yield Text(step=0, pieces=[Piece(id=call.id, text=text, finish=Finish(reason="stop"))])
+'''
+
+
+def test_a_full_disk_says_so_to_who_writes_and_has_room_again(run: RunFile, folder: Path) -> None:
+    (folder / "stages.py").write_text(DISK_STAGE)
+    (folder / "plain.yaml").write_text(
+        f"flowinfer: 1\nstages:\n  keep: {{use: './stages.py:Keep', with: {{tiers: {{disk: {{path: '{folder}'}}}}}}}}\n"
+        "edges:\n  api -> keep:\n  keep -> api:\n"
+    )
+    done = run(
+        """
+cases:
+  - {name: before, prompt: a, at: 0s, expect: {text: kept}}
+  - {name: meanwhile, prompt: a, at: 1500ms, expect: {text: ENOSPC}}
+  - {name: also, prompt: a, at: 1600ms, expect: {text: kept}}
+  - {name: after, prompt: a, at: 3s, expect: {text: kept}}
+faults: [{full_disk: keep, at: 1s, for: 1s}]
+"""
+    )
+    assert problems(done) == {"also": ("text is 'ENOSPC', expected 'kept'",)}
+    assert "full" not in Files.create.__name__, "the process has its disk back"
