@@ -25,7 +25,8 @@ _NOTES = {
 HEAD = """# Fields of requests
 
 Each field is honoured or refused by its name with 400; none is ignored, and fields that aren't listed are refused.
-"yes": honoured. "label": taken, changes nothing. "only ...": these values ask for nothing; all others are refused.
+"yes": honoured. "label": taken, changes no answer: `user` and `prompt_cache_key` keep a session in its arm of an
+experiment. "only ...": these values ask for nothing; all others are refused.
 
 """
 APIS: Mapping[str, tuple[type[msgspec.Struct], Rules]] = {

@@ -208,6 +208,8 @@ def test_a_split_begins_and_ends_under_load_and_outlives_the_death_of_its_arm(
         for session, texts in traffic.more().items():
             assert set(texts[-3:]) == {"ONE TWO " if is_b(session, 0.5) else "one two "}, session
 
+        assert "live" in call("set", "experiment.split=100%", "--yes")
+        assert set(itertools.chain(*traffic.more().values())) == {"ONE TWO "}
         assert "arm b      gets nothing new" in call("experiment", "stop", "--yes")
         assert set(itertools.chain(*traffic.more().values())) == {"one two "}
         assert len(traffic.errors) == failed
