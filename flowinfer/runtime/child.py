@@ -59,8 +59,8 @@ class Child:
     def alive(self) -> bool:
         return self.process is not None and self.process.poll() is None
 
-    def start(self, boot: Boot, fds: Sequence[int], now: float) -> None:
-        """Starts the process of this generation."""
+    def start(self, boot: Boot, fds: Sequence[int], now: float) -> int:
+        """Starts the process of this generation; returns its id. Raises OSError when there can't be one."""
         settings = {name: str(boot.threads) for name in _THREAD_SETTINGS}
         settings["GOMP_SPINCOUNT"] = os.environ.get("GOMP_SPINCOUNT", _SPINS)
         self._report = report_path(boot.run_dir, self.name, self.generation)
@@ -77,6 +77,7 @@ class Child:
         assert stdin is not None
         with contextlib.suppress(BrokenPipeError), stdin:
             stdin.write(msgspec.json.encode(boot))
+        return process.pid
 
     def known(self) -> Known:
         """What a supervisor that takes over has to know of this instance."""
@@ -116,10 +117,14 @@ class Child:
         self.refusal = None
         if self.state == "ready" and now - self.ready_at >= HEALTHY_S:
             self.backoff_s = FIRST_BACKOFF_S
-        self.restart_at = now + self.backoff_s
-        self.backoff_s = min(LAST_BACKOFF_S, 2 * self.backoff_s)
+        self.postpone(now)
         self.state, self.process, self.endpoints = "down", None, None
         return report
+
+    def postpone(self, now: float) -> None:
+        """Books when to start the next process, each time later."""
+        self.restart_at = now + self.backoff_s
+        self.backoff_s = min(LAST_BACKOFF_S, 2 * self.backoff_s)
 
     def kill(self, sig: signal.Signals = signal.SIGKILL) -> None:
         if self.process is not None:

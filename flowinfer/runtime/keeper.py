@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import json
+import math
 import os
 import select
 import shutil
@@ -125,9 +126,15 @@ class _Keeper:
     def _watch(self, supervisor: int) -> int:
         """Waits for the supervisor's death, holding what it gives and reaping orphans; returns its exit code."""
         self._tell(supervisor)
-        reading = True
+        reading, stop_by = True, math.inf
         while True:
-            ready, _, _ = select.select([self._wake_read, *([self._socket] if reading else [])], [], [])
+            if self.signals > 1:  # it was to stop at once
+                stop_by = min(stop_by, time.monotonic() + END_S)
+            if time.monotonic() >= stop_by:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(supervisor, signal.SIGKILL)
+            patience = None if stop_by == math.inf else max(0.1, stop_by - time.monotonic())
+            ready, _, _ = select.select([self._wake_read, *([self._socket] if reading else [])], [], [], patience)
             if self._wake_read in ready:
                 self._drain_wake()
                 self._tell(supervisor)

@@ -45,7 +45,7 @@ class RunDir:
 
     def record(self, pid: int) -> None:
         """Notes a worker, so that a later start can end it should everything else fail."""
-        with (self.path / "pids").open("a") as file:
+        with contextlib.suppress(OSError), (self.path / "pids").open("a") as file:  # a full disk is no reason to stop
             file.write(f"{pid} {start_time(pid)}\n")
 
     def remove_sockets(self, instance: str, generation: int) -> None:

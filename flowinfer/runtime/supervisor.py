@@ -95,6 +95,7 @@ class Supervisor:
         self.last_generation = 0
         self.engines: list[str] = []
         self._num_arenas = 0
+        self._is_unsaved = False
         self.arenas = Ranges()
         self.children = _children(plan)
 
@@ -161,7 +162,8 @@ class Supervisor:
     def _start(self) -> None:
         if left := self.controller.journal.unfinished():
             self.say(f"The last run ended in the step {left[-1].step!r} of a change ({left[0].text}): it isn't made.")
-        self.controller.journal.write(0, self.plan.epoch, "start", f"process {os.getpid()}")
+        if trouble := self.controller.journal.try_write(0, self.plan.epoch, "start", f"process {os.getpid()}"):
+            self.say(trouble)
         self.start_all()
 
     def start_all(self) -> None:
@@ -245,7 +247,14 @@ class Supervisor:
             past=tuple(self.controller.past[-MAX_PAST:]),
             change=self.controller.underway,
         )
-        save(self.run_dir.path, state)
+        try:
+            save(self.run_dir.path, state)
+        except OSError as error:
+            if not self._is_unsaved:
+                self.say(f"{self.run_dir.path} can't be written ({error.strerror}): nobody could take over from here.")
+            self._is_unsaved = True
+        else:
+            self._is_unsaved = False
 
     def _listen_to_keeper(self) -> None:
         if self.keeper is not None:
@@ -446,10 +455,22 @@ class Supervisor:
             arenas=arenas,
         )
         fds = [self.life_fd, *(arena.fd for arena in arenas), *([listener.fileno()] if listener else [])]
-        child.start(boot, fds, time.monotonic())
-        if child.process is not None:
-            self.run_dir.record(child.process.pid)
+        try:
+            pid = child.start(boot, fds, time.monotonic())
+        except OSError as error:  # as of a machine that has no process to spare
+            self._not_started(child, Report(error=f"worker {child.name} can't be started: {error.strerror}"))
+            return
+        self.run_dir.record(pid)
         self.save()
+
+    def _not_started(self, child: Child, report: Report) -> None:
+        if child.on_trial:
+            child.failed = report
+            return
+        if not self._serving:
+            raise StartError(child.name, report)
+        child.postpone(time.monotonic())
+        self.say(f"{report.error}. Trying again in {child.restart_at - time.monotonic():.1f} s.")
 
     def _quarantine(self, child: Child, arena: ArenaRange) -> ArenaRange:
         """The range, with the blocks in it that others still read from the dead generation."""

@@ -69,7 +69,9 @@ def take_over(supervisor: Supervisor, stack: contextlib.ExitStack, left: State) 
     """Supervises what runs, once every worker has said what that is and the change under way is over."""
     journal, change = supervisor.controller.journal, left.change
     what = f"in the step {change.step!r}" if change else "between changes"
-    journal.write(left.number, left.plan.epoch, "takeover", f"process {os.getpid()}: the controller died {what}")
+    words = f"process {os.getpid()}: the controller died {what}"
+    if trouble := journal.try_write(left.number, left.plan.epoch, "takeover", words):
+        supervisor.say(trouble)
     supervisor.say(f"Process {os.getpid()} takes over {len(left.children)} workers; the controller had died {what}.")
     _adopt(supervisor, left)
     if left.schema != schema_digest():

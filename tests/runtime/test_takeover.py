@@ -87,6 +87,40 @@ def test_a_stop_that_comes_between_two_controllers_drains(start: Start, tmp_path
     assert len(change.service.lines("answered")) == 3
 
 
+@pytest.mark.slow
+def test_a_controller_that_hangs_cannot_hold_up_a_second_signal(start: Start, tmp_path: Path) -> None:
+    plan = loaded(tmp_path, calls=3, gate=str(tmp_path / "never"))
+    change = Changing(start(plan, kept=True), plan)
+    until(lambda: len(change.service.lines("made")) == 3, "three requests are open")
+    controller = psutil.Process(change.controller)
+    controller.suspend()
+    change.service.process.send_signal(signal.SIGTERM)
+    change.service.process.send_signal(signal.SIGINT)
+    change.service.wait_gone()
+    assert not controller.is_running()
+
+
+@pytest.mark.slow
+def test_a_full_disk_refuses_a_change_and_ends_nothing(start: Start, tmp_path: Path) -> None:
+    plan = loaded(tmp_path)
+    change = Changing(start(plan, kept=True), plan)
+    change.go_round()
+    (journal,) = (tmp_path / "state" / "flowinfer").iterdir()
+    journal.unlink()
+    journal.symlink_to("/dev/full")
+    fresh = change.folder / "state.json.new"
+    fresh.unlink(missing_ok=True)
+    fresh.symlink_to("/dev/full")
+    victim = change.service.workers()["middle.0"]
+    victim.kill()
+    until(lambda: change.service.has_new("middle.0", victim.pid), "a new process")
+    until(lambda: "nobody could take over from here" in change.service.log.read_text(), "it's told")
+    refused = change.apply(plan, "relay")
+    assert not refused.ok and "can't be written: No space left on device" in refused.text
+    change.go_round()
+    change.check_ends(allowed=frozenset({"worker_died"}))
+
+
 def test_nothing_outlives_a_killed_keeper(start: Start, tmp_path: Path) -> None:
     plan = loaded(tmp_path)
     change = Changing(start(plan, kept=True), plan)

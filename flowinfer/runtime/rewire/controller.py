@@ -130,9 +130,15 @@ class Controller:
         self._drain_s = self.supervisor.plan.serve.drain_timeout_s if drain_s is None else drain_s
         try:
             self._apply(new, source, renew, note)
-        finally:
-            self._busy, self.underway = False, None
-            self.supervisor.save()
+        except FlowInferError:
+            self._over()
+            raise
+        self._over()
+
+    def _over(self) -> None:
+        """No change is under way. Not said when a bug ended it: then the next controller has to bring it to an end."""
+        self._busy, self.underway = False, None
+        self.supervisor.save()
 
     def _apply(self, new: Plan, source: Source, renew: Collection[str], note: str) -> None:
         old, diff = self.supervisor.plan, self.plan(new)
@@ -340,9 +346,7 @@ class Controller:
             yield
         except FlowInferError as error:
             self._step("failed", error.message)
-        finally:
-            self._busy, self.underway = False, None
-            self.supervisor.save()
+        self._over()
 
     def complete(self, change: Underway, asked: Mapping[str, int]) -> None:
         """Goes on with a change that workers have switched to: `asked` are the old ones, by their generations."""
@@ -409,7 +413,10 @@ class Controller:
         return any(who == (name, generation) for who, _ in self._said(kind))
 
     def _step(self, step: str, text: str = "") -> None:
-        self.journal.write(self._number, self.supervisor.plan.epoch, step, text)
+        if trouble := self.journal.try_write(self._number, self.supervisor.plan.epoch, step, text):
+            if step == "begin":  # one that has begun goes on
+                raise Refused(trouble, help="Make room there, then change the service.")
+            self._tell(trouble)
         if self.underway is not None and step in PHASES:
             self.underway.step = step
             self.supervisor.save()

@@ -45,6 +45,14 @@ class Journal:
             os.fsync(file.fileno())
         return line
 
+    def try_write(self, change: int, epoch: int, step: str, text: str = "") -> str:
+        """As write; gives why it couldn't be written, as on a full disk, "" when it was."""
+        try:
+            self.write(change, epoch, step, text)
+        except OSError as error:
+            return f"The journal {self.path} can't be written: {error.strerror}."
+        return ""
+
     def read(self) -> list[Step]:
         """All steps, oldest first; a line that a crash tore is left out."""
         try:

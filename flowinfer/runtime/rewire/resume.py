@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Literal
 
 from flowinfer.errors import FlowInferError
 from flowinfer.runtime.events import Abandon, Drained, Prepared, Running, Switch, Switched
+from flowinfer.runtime.rewire.experiment import open_arm
 from flowinfer.runtime.rewire.restart import restart
 
 if TYPE_CHECKING:
@@ -72,6 +73,7 @@ def _report(controller: Controller, change: Underway, census: Mapping[str, Runni
 
 def _abandon(controller: Controller, change: Underway) -> None:
     _abandon_workers(controller, change)
+    open_arm(controller)  # which may have been emptied already
     controller.step("abandoned", f"before the switch: the service runs by epoch {change.old.epoch} as before")
 
 
