@@ -1,1 +1,1 @@
-"""Benchmarks of parts of the service that need no service around them. `python -m flowinfer.bench` measures the engine."""
+"""Benchmarks of parts of the service by themselves. `python -m flowinfer.bench` measures the engine."""

@@ -17,12 +17,12 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--prefill", default="", help="PROMPTSxTOKENS, as in 8x8192; 0 for none")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--dtype", default="auto")
-    parser.add_argument("--profile", action="store_true", help="print the kernels of each decode cell")
+    parser.add_argument("--profile", default="", help="batches whose kernels are listed, as in 1,32")
     parser.add_argument("--json", type=Path, help="write the figures to this file too")
     measure(**vars(parser.parse_args(arguments)))
 
 
-def measure(*, batch: str, prefill: str, json: Path | None, **settings: object) -> None:
+def measure(*, batch: str, prefill: str, profile: str, json: Path | None, **settings: object) -> None:
     """As main, with the settings as values."""
     from flowinfer.bench import bars
     from flowinfer.bench.engine import Settings, run, table, to_json
@@ -32,7 +32,8 @@ def measure(*, batch: str, prefill: str, json: Path | None, **settings: object) 
     if prefill:
         num, _, tokens = prefill.partition("x")
         prompts = (int(num), int(tokens)) if tokens else None  # type: ignore[assignment]
-    report = run(Settings(batches=batches, prefill=prompts, **settings))  # type: ignore[arg-type]
+    listed = tuple(int(b) for b in profile.split(",") if b)
+    report = run(Settings(batches=batches, prefill=prompts, profile=listed, **settings))  # type: ignore[arg-type]
     print("\n" + table(report))
     if json:
         json.write_text(to_json(report), encoding="utf-8")

@@ -16,8 +16,10 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.profiler import ProfilerActivity, profile
 
 from flowinfer.bench import bars
+from flowinfer.bench.kernels import PROFILED, Kernels, summed
 from flowinfer.bench.rates import measure_rates
 from flowinfer.bench.roofline import Rates, decode_ops, prefill_ops, roofline
 from flowinfer.bench.service import Arrival, EngineService
@@ -25,12 +27,12 @@ from flowinfer.engine import hub
 from flowinfer.engine.models.config import ModelConfig
 from flowinfer.engine.models.named import CONFIGS, write_random
 
-CHUNK = 16_384  # prompt tokens of a prefill step: two prompts of the prefill cell
+CHUNK = 32_768  # prompt tokens of a prefill step: four prompts of the prefill cell
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What to measure. context None: 1,024 tokens, 512 at batch 512. profile: print the kernels of a few steps."""
+    """What to measure. context None: 1,024 tokens, 512 at batch 512. profile: batches whose kernels are listed."""
 
     config: str = "smollm2-135m"
     random_weights: bool = False
@@ -40,7 +42,7 @@ class Settings:
     prefill: tuple[int, int] | None = bars.PREFILL
     device: str = "auto"
     dtype: str = "auto"
-    profile: bool = False
+    profile: Sequence[int] = ()
 
 
 @dataclass
@@ -57,6 +59,7 @@ class Cell:
     host_ms: float | None = None
     spread_ms: float | None = None
     experts_touched: float | None = None
+    kernels: list[tuple[str, float, float]] = field(default_factory=list)  # name, calls and microseconds a step
 
 
 @dataclass
@@ -98,10 +101,10 @@ def run(settings: Settings, tell: Callable[[str], None] = print) -> Report:
         bench = _Bench(settings, service, config, rates, dtype, tell)
         if settings.prefill:
             report.cells.append(bench.prefill(*settings.prefill))
-            tell(line(report.cells[-1]))
+            tell(line(report.cells[-1]) + kernel_lines(report.cells[-1]))
         for batch in settings.batches:
             report.cells.append(bench.decode(batch))
-            tell(line(report.cells[-1]))
+            tell(line(report.cells[-1]) + kernel_lines(report.cells[-1]))
         service.close()
     return report
 
@@ -119,9 +122,9 @@ class _Bench:
         steps, context = self.settings.steps, context_of(self.settings, batch)
         slack = _slack(batch, context)
         prompts = [_prompt(self.config, context, i) for i in range(batch)]
-        if self.settings.profile:
-            self._profile(prompts, slack)
-        arrivals = self.service.answer(prompts, steps + slack)
+        kernels = Kernels(steps + 4) if batch in self.settings.profile else None
+        watch = None if kernels is None else lambda: kernels.watch(self._num_full(batch))
+        arrivals = self.service.answer(prompts, steps + slack + 2 * PROFILED, watch=watch)
         times, waits = _full_steps(arrivals, batch, steps)
         seconds = (times[-1] - times[0]) / (len(times) - 1)
         host = seconds - (waits[-1] - waits[0]) / (len(waits) - 1)
@@ -135,8 +138,11 @@ class _Bench:
             name=f"decode, {batch} x {context}", value=seconds * 1e3, unit="ms", bar=bar,
             ratio=bar / (seconds * 1e3) if bar else None, roofline=limit * 1e3, share=limit / seconds,
             host_ms=host * 1e3, spread_ms=float(np.quantile(gaps, 0.9) - np.quantile(gaps, 0.1)) * 1e3,
-            experts_touched=touched,
+            experts_touched=touched, kernels=kernels.found if kernels else [],
         )  # fmt: skip
+
+    def _num_full(self, batch: int) -> int:
+        return sum(arrival.num_sequences == batch for arrival in self.service.client.arrivals)
 
     def prefill(self, num: int, tokens: int) -> Cell:
         prompts = [_prompt(self.config, tokens, i) for i in range(num)]
@@ -145,27 +151,25 @@ class _Bench:
             began = time.perf_counter()
             self.service.answer(prompts, 1)
             times.append(time.perf_counter() - began)
+        kernels = self._prefill_kernels(prompts) if self.settings.profile else []
         speed = num * tokens / statistics.median(times[1:])
         bar = bars.PREFILL_TOKENS_S.get(self.known) if (num, tokens) == bars.PREFILL else None
         limit = num * tokens / roofline(prefill_ops(self.config, num, tokens, width=self.width), self.rates)
         return Cell(
             name=f"prefill, {num} x {tokens}", value=speed, unit="tokens/s", bar=bar,
-            ratio=speed / bar if bar else None, roofline=limit, share=speed / limit,
+            ratio=speed / bar if bar else None, roofline=limit, share=speed / limit, kernels=kernels,
         )  # fmt: skip
+
+    def _prefill_kernels(self, prompts: list[Any]) -> list[tuple[str, float, float]]:
+        """Of all prompts; a step is all of them here."""
+        with profile(activities=[ProfilerActivity.CUDA]) as seen:
+            self.service.answer(prompts, 1)
+        return summed(seen, 1)
 
     def _touched(self) -> float | None:
         overlap = self.service.decode.overlap
         counts = overlap.graphs.experts_touched() if overlap is not None else []
         return statistics.fmean(counts) if counts else None
-
-    def _profile(self, prompts: list[Any], slack: int) -> None:
-        from torch.profiler import ProfilerActivity, profile
-
-        with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as seen:
-            self.service.answer(prompts, 4 + slack)
-        table = seen.key_averages().table(sort_by="self_cuda_time_total", row_limit=24, max_name_column_width=60)
-        kept = [row for row in table.splitlines() if row.strip()]
-        self.tell("\n".join(row[:62] + row[-100:] for row in kept))
 
 
 def context_of(settings: Settings, batch: int) -> int:
@@ -176,9 +180,9 @@ def context_of(settings: Settings, batch: int) -> int:
 def _full_steps(arrivals: list[Arrival], batch: int, steps: int) -> tuple[list[float], list[float]]:
     """Times and waits of `steps` steps in a row that gave every sequence a token, and of the one before them.
 
-    The last such steps: at first, sequences join one by one.
+    Not the first two such steps: they are looked at late, behind the last prompts.
     """
-    full = [arrival for arrival in arrivals if arrival.num_sequences == batch][-steps - 1 :]
+    full = [arrival for arrival in arrivals if arrival.num_sequences == batch][2 : steps + 3]
     if len(full) < 2:
         raise RuntimeError(f"no two steps ran all {batch} sequences together: is max_batch or the KV memory too small?")
     return [arrival.at for arrival in full], [arrival.waited_s for arrival in full]
@@ -207,7 +211,7 @@ def _slack(batch: int, context: int) -> int:
 def _total(settings: Settings, batch: int) -> int:
     """Tokens of a sequence of a decode cell, from first to last."""
     context = context_of(settings, batch)
-    return context + settings.steps + _slack(batch, context)
+    return context + settings.steps + _slack(batch, context) + 2 * PROFILED
 
 
 def _longest(settings: Settings) -> int:
@@ -230,6 +234,11 @@ def _commit() -> str:
     except OSError:
         return ""
     return found.stdout.strip()
+
+
+def kernel_lines(cell: Cell, most: int = 18) -> str:
+    """The kernels of a cell that take longest, one a row."""
+    return "".join(f"\n    {us:9.1f} us {calls:6.1f} x  {name[:90]}" for name, calls, us in cell.kernels[:most])
 
 
 def line(cell: Cell) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,7 +30,10 @@ _EDGES = (
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """Tokens of one step at the client. at: seconds of time.perf_counter. host_s: of the loop's work since the start."""
+    """Tokens of one step at the client. at: seconds of time.perf_counter.
+
+    waited_s: what the loop has spent until then on waiting for the device.
+    """
 
     at: float
     num_sequences: int
@@ -122,8 +125,16 @@ class EngineService:
         overlap = self.decode.overlap
         return (overlap.waited_s if overlap is not None else 0.0) + self.engine.busy_s
 
-    def answer(self, prompts: Iterable[np.ndarray[Any, np.dtype[np.int32]]], max_tokens: int) -> list[Arrival]:
-        """Sends greedy requests, runs the loop until all have ended, and returns when the tokens of each step came."""
+    def answer(
+        self,
+        prompts: Iterable[np.ndarray[Any, np.dtype[np.int32]]],
+        max_tokens: int,
+        watch: Callable[[], None] | None = None,
+    ) -> list[Arrival]:
+        """Sends greedy requests, runs the loop until all have ended, and returns when the tokens of each step came.
+
+        watch is called after each turn of the loop.
+        """
         self.client.arrivals = []
         ids = []
         for tokens in prompts:
@@ -133,6 +144,8 @@ class EngineService:
             self.client.outbox.append(Prompt(id=ids[-1], tokens=tokens, sampling=sampling))
         while not self.client.ended.issuperset(ids):
             self.group.turn()
+            if watch is not None:
+                watch()
             if self.client.failed:
                 raise FlowInferError(f"a request failed: {self.client.failed}")
         return self.client.arrivals

@@ -11,11 +11,11 @@ BLOCK = 1024
 def launch(gate_up, out):
     """Arguments as checked by silu_mul."""
     rows, width = out.shape
-    _kernel[(rows, triton.cdiv(width, BLOCK))](gate_up, out, width, BLOCK=BLOCK, num_warps=4)
+    _silu_mul[(rows, triton.cdiv(width, BLOCK))](gate_up, out, width, BLOCK=BLOCK, num_warps=4)
 
 
 @triton.jit
-def _kernel(gate_up, out, width, BLOCK: tl.constexpr):
+def _silu_mul(gate_up, out, width, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = i < width

@@ -20,7 +20,7 @@ from flowinfer.kernels.rope import Heads
 
 __all__ = ["DecodeBatch", "Scratch", "decode_attention", "decode_attention_reference", "num_splits"]
 
-MOST_SPLITS = 32
+MOST_SPLITS = 16
 PROGRAMS = 4 * 132  # enough to fill the multiprocessors of an H200 some times over, so that a last wave costs little
 
 

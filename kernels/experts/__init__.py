@@ -16,7 +16,7 @@ from torch import Tensor
 from flowinfer.errors import KernelUnsupported
 from flowinfer.kernels.experts.reference import experts_reference, route_reference
 
-__all__ = ["Routing", "bucket", "combine", "experts", "experts_reference", "gather_gated", "route", "route_reference"]
+__all__ = ["Routing", "bucket", "experts", "experts_reference", "gather_gated", "route", "route_reference", "weighted"]
 
 MOST_ROWS = 1024  # tokens up to which a list of all pairs for every expert is worth its memory (8 MB at 128 experts)
 
@@ -73,14 +73,13 @@ def gather_gated(
     return out
 
 
-def combine(h_PI: Tensor, down_EHI: Tensor, routing: Routing, residual_TH: Tensor) -> Tensor:
-    """residual + the weighted sum over each token's experts of down_e h, [T, H], written over residual_TH."""
-    from flowinfer.kernels.experts.triton import launch_down, launch_sum
+def weighted(h_PI: Tensor, down_EHI: Tensor, routing: Routing) -> Tensor:
+    """[P, H]: down_e h of each pair times its weight. A token's `top` rows follow each other; their sum is its output."""
+    from flowinfer.kernels.experts.triton import launch_down
 
     y = h_PI.new_empty(h_PI.shape[0], down_EHI.shape[1])
     launch_down(h_PI, down_EHI, routing, y)
-    launch_sum(y, None, residual_TH, routing.experts.shape[1])
-    return residual_TH
+    return y
 
 
 def experts(
@@ -97,6 +96,8 @@ def experts(
 
     x [T, H] is normed already. All contiguous, one dtype. Raises KernelUnsupported where sizes don't fit.
     """
+    from flowinfer.kernels.experts.triton import launch_sum
+
     if gate_up_EOH.shape[2] != x_TH.shape[1] or down_EHI.shape[1:] != (x_TH.shape[1], gate_up_EOH.shape[1] // 2):
         raise KernelUnsupported(
             f"experts: {list(x_TH.shape)}, {list(gate_up_EOH.shape)} and {list(down_EHI.shape)} don't fit."
@@ -107,7 +108,8 @@ def experts(
     for first in range(0, x_TH.shape[0], MOST_ROWS):
         part = slice(first, first + MOST_ROWS)
         routing = bucket(ids[part], weights[part], gate_up_EOH.shape[0])
-        combine(gather_gated(x_TH[part], gate_up_EOH, routing), down_EHI, routing, residual_TH[part])
+        y = weighted(gather_gated(x_TH[part], gate_up_EOH, routing), down_EHI, routing)
+        launch_sum(y, None, residual_TH[part], top)
     return residual_TH
 
 

@@ -67,11 +67,10 @@ def _tiles(num_pairs: int, num_experts: int, size_in: int, element_size: int, *,
     """Rows of a tile by the rows that an expert gets on average; the weight tile keeps its size."""
     mean = num_pairs / num_experts
     block_m = 16 if mean <= 12 else 32 if mean <= 28 else 64
-    block_n = 32 if gated else 64
     block_k = 128 if size_in % 128 == 0 else 64 if size_in % 64 == 0 else 32
     if element_size == 4:
         return block_m, 32, 32, 4, 2
-    return block_m, block_n, block_k, 4, 4
+    return block_m, 32 if gated else 128 if mean > 1 else 64, block_k, 4, 3
 
 
 @triton.jit

@@ -12,14 +12,14 @@ def launch(logits, slots, last, lengths, chosen, scratch):
     """Arguments as checked by advance_greedy."""
     rows, vocab = logits.shape
     chunks = triton.cdiv(vocab, CHUNK)
-    _kernel[(chunks, rows)](
+    _greedy[(chunks, rows)](
         logits, slots, last, lengths, chosen, *scratch, vocab, chunks,
         BLOCK=CHUNK, CHUNKS=triton.next_power_of_2(chunks), num_warps=4,
     )  # fmt: skip
 
 
 @triton.jit
-def _kernel(
+def _greedy(
     logits, slots, last, lengths, chosen, values, tokens, arrived, vocab, chunks,
     BLOCK: tl.constexpr, CHUNKS: tl.constexpr,
 ):  # fmt: skip

@@ -10,20 +10,21 @@ def launch(x, delta, weight, eps, normed):
     """Arguments as checked by rms_norm."""
     rows, width = x.shape
     block = triton.next_power_of_2(width)
-    _kernel[(rows,)](
-        x, delta, weight, normed, width, eps, BLOCK=block, SUM=delta is not None,
+    _norm[(rows,)](
+        x, delta, weight, normed, width, eps, BLOCK=block, PARTS=0 if delta is None else delta.shape[0] // rows,
         num_warps=min(16, max(1, block // 512)),
     )  # fmt: skip
 
 
 @triton.jit
-def _kernel(x, delta, weight, normed, width, eps, BLOCK: tl.constexpr, SUM: tl.constexpr):
+def _norm(x, delta, weight, normed, width, eps, BLOCK: tl.constexpr, PARTS: tl.constexpr):
     row = tl.program_id(0).to(tl.int64) * width
     i = tl.arange(0, BLOCK)
     inside = i < width
     value = tl.load(x + row + i, mask=inside, other=0.0).to(tl.float32)
-    if SUM:
-        value += tl.load(delta + row + i, mask=inside, other=0.0).to(tl.float32)
+    if PARTS:
+        for part in tl.static_range(PARTS):
+            value += tl.load(delta + row * PARTS + part * width + i, mask=inside, other=0.0).to(tl.float32)
         value = value.to(x.dtype.element_ty)
         tl.store(x + row + i, value, mask=inside)
         value = value.to(tl.float32)

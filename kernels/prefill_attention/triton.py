@@ -12,7 +12,7 @@ def launch(q, kv, layer, heads, tiling, window, sinks, out):
     page, group = kv.shape[4], n // k
     rows = max(16, triton.next_power_of_2(tiling.tokens * group))
     wide = rows > 64 and q.element_size() == 2
-    _kernel[(tiling.tiles.shape[0], k)](
+    _prefill_attention[(tiling.tiles.shape[0], k)](
         q, kv, tiling.tiles, tiling.starts, tiling.kv_lens, tiling.block_tables, tiling.block_tables.stride(0), sinks,
         out, layer * 2 * k * page * d, kv.stride(0), q.stride(0), d**-0.5,
         N=n, K=k, D=d, PAGE=page, TOKENS=tiling.tokens, BM=rows, BD=max(16, triton.next_power_of_2(d)),
@@ -58,7 +58,7 @@ def _pages(
 
 
 @triton.jit
-def _kernel(
+def _prefill_attention(
     q, kv, tiles, starts, kv_lens, tables, table_stride, sinks,
     out, layer_offset, block_stride, q_stride, scale,
     N: tl.constexpr, K: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, TOKENS: tl.constexpr, BM: tl.constexpr,

@@ -11,7 +11,7 @@ def launch(qkv, kv, layer, heads, positions, blocks, rope, qk_norm, eps, out):
     n, k, d = heads
     q_norm, k_norm = qk_norm if qk_norm is not None else (None, None)
     block_h, block_d = triton.next_power_of_2(n + 2 * k), triton.next_power_of_2(d)
-    _kernel[(qkv.shape[0],)](
+    _rope[(qkv.shape[0],)](
         qkv, kv, positions, blocks, *rope, q_norm, k_norm, out, layer * 2 * k * kv.shape[4] * d, kv.stride(0), eps,
         N=n, K=k, D=d, PAGE=kv.shape[4], BH=block_h, BD=block_d, NORM=qk_norm is not None,
         num_warps=min(8, max(1, block_h * block_d // 1024)),
@@ -19,7 +19,7 @@ def launch(qkv, kv, layer, heads, positions, blocks, rope, qk_norm, eps, out):
 
 
 @triton.jit
-def _kernel(
+def _rope(
     qkv, kv, positions, blocks, cos, sin, q_norm, k_norm, out, layer_offset, block_stride, eps,
     N: tl.constexpr, K: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr,
     BH: tl.constexpr, BD: tl.constexpr, NORM: tl.constexpr,

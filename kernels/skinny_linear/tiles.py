@@ -4,17 +4,17 @@ from __future__ import annotations
 
 Tiles = tuple[int, int, int, int, int]  # BM, BN, BK, warps, stages
 
-NUM_SMS = 132  # of an H200; on other cards the tiles still fit, they only fill it less evenly
-
 
 def tiles(rows: int, size_out: int, size_in: int, element_size: int, gated: bool) -> Tiles:
-    """The tiles for M rows and a weight of [size_out (twice that if gated), size_in]."""
-    block_m = 16 if rows <= 16 else 32 if rows <= 32 else 64
-    block_n = 16 if size_out < 32 * NUM_SMS or gated else 32
-    block_k = _block_k(size_in, 256 if rows <= 32 else 128)
+    """The tiles for M rows and a weight of [size_out (twice that if gated), size_in]. Found on an H200, 2026-11-30."""
     if element_size == 4:
-        block_k = min(block_k, 64)
-    return block_m, block_n, block_k, 4, 4 if size_in >= 4 * block_k else 2
+        return 16 if rows <= 16 else 32 if rows <= 32 else 64, 16, _block_k(size_in, 64), 4, 2
+    if rows > 16:
+        block_k = _block_k(size_in, 128)
+        return 32 if rows <= 32 else 64, 32, block_k, 4, 4 if size_in >= 4 * block_k else 2
+    if gated:
+        return (16, 64, 128, 2, 3) if size_in % 128 == 0 else (16, 32, _block_k(size_in, 64), 4, 5)
+    return (16, 16, 512, 2, 3) if size_in % 512 == 0 else (16, 32, _block_k(size_in, 64), 4, 5)
 
 
 def _block_k(size_in: int, most: int) -> int:

@@ -13,7 +13,7 @@ def launch(x, weight, norm, eps, bias, residual, gated, out):
     rows, size_in = x.shape
     size_out = out.shape[1]
     block_m, block_n, block_k, warps, stages = tiles(rows, size_out, size_in, x.element_size(), gated)
-    _kernel[(triton.cdiv(size_out, block_n),)](
+    _skinny[(triton.cdiv(size_out, block_n),)](
         x, weight, norm, bias, residual, out, rows, size_out, size_in, eps,
         BM=block_m, BN=block_n, BK=block_k,
         NORM=norm is not None, BIAS=bias is not None, SUM=residual is not None, GATED=gated,
@@ -23,7 +23,7 @@ def launch(x, weight, norm, eps, bias, residual, gated, out):
 
 
 @triton.jit
-def _kernel(
+def _skinny(
     x, weight, norm, bias, residual, out, M, N, K, eps,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     NORM: tl.constexpr, BIAS: tl.constexpr, SUM: tl.constexpr, GATED: tl.constexpr, EVEN: tl.constexpr,

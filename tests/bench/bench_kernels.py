@@ -4,6 +4,7 @@ Run: python tests/bench/bench_kernels.py [--only linear,attention,...] [--json F
 processes first; then each is timed as a CUDA graph of calls over weights that together exceed the L2 cache.
 """
 
+# ruff: noqa: B023 -- the closures are called before their loop goes on
 from __future__ import annotations
 
 import argparse
@@ -145,6 +146,23 @@ def search_linear(rows_list: tuple[int, ...]) -> list[dict[str, Any]]:
 
 
 # ---------------------------------------------------------------------------------------------------------- attention
+
+
+def warm_attention(job: tuple[str, int, tuple[int, int]]) -> None:
+    """Compiles one candidate in a process of its own."""
+    name, rows, launch = job
+    heads = MODELS[name][0]
+    n, k, d = heads
+    decode_kernel.LAUNCH = launch
+    kv = torch.randn(4, 1, 2, k, 64, d, device=DEVICE, dtype=BF16)
+    ints = [torch.zeros(rows, device=DEVICE).int() for _ in range(2)]
+    batch = DecodeBatch(ints[0], ints[1] + 1, torch.zeros(rows, 16, device=DEVICE).int())
+    rope = tuple(torch.randn(2000, d, device=DEVICE).to(BF16) for _ in range(2))
+    norms = tuple(torch.ones(d, device=DEVICE, dtype=BF16) for _ in range(2)) if d == 128 else None
+    qkv = torch.randn(rows, (n + 2 * k) * d, device=DEVICE, dtype=BF16)
+    scratch = Scratch.make(rows, heads, torch.device(DEVICE))
+    decode_attention(qkv, kv, 0, heads, batch, rope, norms, 1e-6, scratch)
+    torch.cuda.synchronize()
 
 
 def search_attention() -> list[dict[str, Any]]:
@@ -336,11 +354,18 @@ def main() -> None:
     jobs_expert = [
         (m, c, which) for m in (16, 32, 64) for c in expert_candidates() for which in ("gated", "down")
     ] if "experts" in only else []  # fmt: skip
-    if jobs_linear or jobs_expert:
+    jobs_attention = [
+        (name, rows, launch) for name in MODELS for rows in (1, 512) for launch in itertools.product((2, 4, 8), (2, 3, 4))
+    ] if "attention" in only else []  # fmt: skip
+    if jobs_linear or jobs_expert or jobs_attention:
         with multiprocessing.get_context("spawn").Pool(14) as pool:
             pool.map(warm_linear, jobs_linear, chunksize=2)
             pool.map(warm_expert, jobs_expert, chunksize=2)
-        print(f"compiled {len(jobs_linear) + len(jobs_expert)} in {time.perf_counter() - began:.0f} s", flush=True)
+            pool.map(warm_attention, jobs_attention, chunksize=1)
+        print(
+            f"compiled {len(jobs_linear) + len(jobs_expert) + len(jobs_attention)} in {time.perf_counter() - began:.0f} s",
+            flush=True,
+        )
     parts: dict[str, Callable[[], list[dict[str, Any]]]] = {
         "prefill": search_prefill,
         "grouped": time_grouped,

@@ -16,8 +16,7 @@ from flowinfer.errors import KernelUnsupported
 from flowinfer.kernels import decode_attention as decode_module
 from flowinfer.kernels.activation import silu_mul, silu_mul_reference
 from flowinfer.kernels.decode_attention import DecodeBatch, Scratch, decode_attention, decode_attention_reference
-from flowinfer.kernels.experts import bucket, experts, experts_reference, gather_gated, route, route_reference
-from flowinfer.kernels.experts import combine as combine_experts
+from flowinfer.kernels.experts import bucket, experts, experts_reference, gather_gated, route, route_reference, weighted
 from flowinfer.kernels.greedy import advance_greedy, advance_greedy_reference, greedy_scratch
 from flowinfer.kernels.norm import rms_norm, rms_norm_reference
 from flowinfer.kernels.prefill_attention import plan_tiles, prefill_attention, prefill_attention_reference
@@ -100,8 +99,8 @@ def test_norm_and_activation(width: int, dtype: torch.dtype) -> None:
         random(5, width, dtype=dtype, seed=9),
         random(width, dtype=dtype),
     )
-    want = rms_norm_reference(*wide(x, weight), EPS, delta_TH=wide(delta)[0])
-    got = rms_norm(x, weight, EPS, delta_TH=delta)
+    want = rms_norm_reference(*wide(x, weight), EPS, delta=wide(delta)[0])
+    got = rms_norm(x, weight, EPS, delta=delta)
     near(got[0], want[0], dtype)
     near(got[1], want[1], dtype)
     near(silu_mul(x), silu_mul_reference(*wide(x)), dtype)
@@ -227,7 +226,8 @@ def test_experts(tokens: int, num: int, top: int, dtype: torch.dtype) -> None:
     normed = rms_norm_reference(*wide(x, norm), EPS)[1]
     want = experts_reference(normed, want_ids, want_weights, *wide(gate_up, down, residual))
     h = gather_gated(x, gate_up, routing, norm_H=norm, eps=EPS)
-    near(combine_experts(h, down, routing, residual.clone()), want, dtype)
+    x, _ = rms_norm(residual.clone(), norm, EPS, delta=weighted(h, down, routing))
+    near(x, want, dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
