@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from itertools import pairwise
 from pathlib import Path
 
@@ -98,7 +99,7 @@ def answers(plan: Plan, ids: list[str]) -> dict[str, str]:
 CHANGES = st.dictionaries(st.sampled_from(CHAIN), st.sampled_from(["other", "drop", "capacity"]), min_size=1)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(changes=CHANGES, share=st.sampled_from([0.0, 0.3, 1.0]))
 def test_each_request_meets_exactly_the_stages_of_its_arm(folder: Path, changes: dict[str, str], share: float) -> None:
     """Whatever arm B changes, drops or connects otherwise: one plan of both answers as two plans would."""
@@ -220,3 +221,57 @@ def test_the_drawing_shows_both_arms() -> None:
     text = draw(check(load(PIPELINES / "experiments" / "live-no-speculation.yaml")), "mermaid")
     assert '|"A: Sequence"| s_transfer\n' in text and '|"B: Sequence"| s_transfer_b\n' in text
     assert draw(check(load(PIPELINES / "experiments" / "live-no-speculation.yaml")), "svg").count("B: ") == 5
+
+
+OVERLAYS = [
+    "3",
+    "{}",
+    "{stages: }",
+    "{stages: {verify: !drop }}",
+    "{stages: {verify: {use: nothing}}}",
+    "{stages: {verify: {with: {draft: none}}}}",
+    '{edges: {"a -> b": }}',
+    "{edges: [1]}",
+    "{workers: {decode: !drop }}",
+    "{workers: {decode: {device: cpu, replicas: 3}}}",
+    "{vars: {model: x}}",
+    "{stages: {api: {use: x}}}",
+    "nofile.yaml",
+    f"{PIPELINES}/prod.yaml",
+    f"{PIPELINES}/experiments/no-speculation.yaml",
+    f"{PIPELINES}/experiments/live-no-speculation.yaml",
+    "{stages: {verify: {place: {worker: prefill}}}}",
+    "{stages: {detokenize: {place: {worker: decode}}}}",
+    "{stages: {prefill: {place: {worker: decode}}}}",
+    "{stages: {lookup: {with: {eviction: density}}}}",
+    "{stages: {prefill: {with: {dtype: float32}}}}",
+    "{stages: {detokenize: {with: {model: other}}}}",
+]
+HOWS = ["split: 10%", "mirror: 0.2", "split: 200%", "split: true", "split: []", "split: 1%, mirror: 1%", "mirror: 100%"]
+MORE = [
+    "stop_if: {errors: 1}",
+    'stop_if: {x: "> 1x"}',
+    "stop_if: []",
+    "max_open: -1",
+    "workers: shared",
+    "name: UP",
+    "x: y",
+]
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.sampled_from(OVERLAYS), st.sampled_from(HOWS), st.lists(st.sampled_from(MORE), max_size=2, unique=True))
+def test_any_experiment_is_a_plan_or_problems_with_their_places(over: str, how: str, more: list[str]) -> None:
+    settings = ", ".join([f"with: {over}", how, *more])
+    with tempfile.NamedTemporaryFile("w", suffix=".yaml") as file:
+        file.write(f"extends: {PIPELINES}/prod.yaml\nexperiment: {{{settings}}}\n")
+        file.flush()
+        try:
+            plan = load_plan(file.name)
+        except SpecError as error:
+            assert error.problems and all(problem.mark for problem in error.problems)
+            return
+    assert plan.experiment is not None and without_experiment(plan).experiment is None
+    fused = {edge.name: plan.stages[edge.source].worker == plan.stages[edge.target].worker for edge in plan.edges}
+    assert fused == {edge.name: edge.fused for edge in plan.edges} and len(fused) == len(plan.edges)
+    assert sorted(name for worker in plan.workers.values() for name in worker.stages) == sorted(plan.stages)
