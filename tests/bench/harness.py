@@ -160,6 +160,16 @@ def _english() -> list[int]:
     return Tokenizer.from_file(str(hub.resolve("smollm2-135m") / "tokenizer.json")).encode(text).ids
 
 
+def english(count: int, seed: int) -> str:
+    """About `count` tokens of plain English, elsewhere for each seed."""
+    from tokenizers import Tokenizer
+
+    from flowinfer.engine import hub
+
+    file = str(hub.resolve("smollm2-135m") / "tokenizer.json")
+    return str(Tokenizer.from_file(file).decode(prompt_ids(count, seed)))
+
+
 def prompt_ids(count: int, seed: int) -> list[int]:
     """`count` token ids of plain English; other seeds begin elsewhere, so that no two share a block."""
     ids = _english()
