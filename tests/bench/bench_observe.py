@@ -1,23 +1,29 @@
 """What looking costs: a service with and without top, trace, tap, logs and record, in turn, over the same requests.
 
-Run: python tests/bench/bench_observe.py [--rounds 7] [--streams 8]. Each round asks for the same load without a viewer
-and with one, in an order that alternates, so that drift cancels. Two figures a viewer: tokens/s, which anything else on
-the machine disturbs, and processor time of the service's processes a token, which it disturbs much less. 95 % intervals
-from a paired bootstrap. The last line is an edge inside a worker at full speed, which no service comes near.
+Run: python tests/bench/bench_observe.py [--pairs 20] [--streams 8]. Streams run without end; windows of three seconds
+without and with a viewer alternate, so that drift cancels. Two figures a viewer: tokens/s, which anything else on the
+machine disturbs, and processor time of the service a token, which it disturbs much less. 95 % intervals are from
+a paired bootstrap of the median. The last line is an edge inside a worker at full speed, which no service comes near.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import http.client
+import itertools
+import json
 import os
 import random
+import signal
+import socket
 import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -30,38 +36,52 @@ from flowinfer.flow.record import Recorder, header_of
 from flowinfer.graph import load_plan
 from flowinfer.graph.plan import EdgePlan, Plan, StagePlan, WorkerPlan
 from flowinfer.message import Prompt, Sampling
+from flowinfer.runtime.events import TapAsk
 from flowinfer.runtime.local import LocalService
+from flowinfer.runtime.rewire.control import ask, find
+from flowinfer.runtime.rewire.protocol import Request, Tap
+from flowinfer.runtime.tap import Taps
 from flowinfer.stage import Stage
 
 PIPELINES = Path(__file__).parents[2] / "pipelines"
-NEW = 48  # tokens of each stream
-VIEWERS = {
-    "top": ["top", "--interval", "2"],
-    "tap": ["tap", "verify -> detokenize", "--json"],
-    "logs": ["logs", "--follow"],
-    "trace": [],  # on from its first question to the end of the service, so it comes last
-}
+WINDOW_S, GAP_S = 3.0, 0.5  # of one measurement, and for what was switched to take hold
 Pair = tuple[float, float]  # without, with
 
 
-@contextlib.contextmanager
-def viewer(name: str, running: Service) -> Iterator[None]:
-    """The command runs beside the block, as a person has it open."""
-    arguments = VIEWERS[name]
-    if name == "trace":
-        arguments = ["trace", "-", "--json", "--url", f"127.0.0.1:{running.port}"]
-        subprocess.run([sys.executable, "-m", "flowinfer", *arguments], stdout=subprocess.DEVNULL, check=False)
-        yield
-        return
-    where = ["--url", f"127.0.0.1:{running.port}"] if name == "top" else ["--service", str(running.process.pid)]
-    command = [sys.executable, "-m", "flowinfer", *arguments, *where]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    time.sleep(3.0)  # it imports, and begins to look
-    try:
-        yield
-    finally:
-        process.terminate()
-        process.wait()
+class Load:
+    """Streams without end; `tokens` counts what has come."""
+
+    def __init__(self, running: Service, streams: int) -> None:
+        self.running, self.tokens, self.over = running, 0, False
+        self._seeds = itertools.count(1)
+        self._threads = [threading.Thread(target=self._run, daemon=True) for _ in range(streams)]
+        for thread in self._threads:
+            thread.start()
+
+    def _run(self) -> None:
+        while not self.over:
+            body = {"model": self.running.model, "prompt": prompt_ids(64, seed=next(self._seeds)), "max_tokens": 200}
+            body |= {"temperature": 0, "stream": True, "ignore_eos": True}
+            connection = http.client.HTTPConnection("127.0.0.1", self.running.port, timeout=600)
+            connection.request("POST", "/v1/completions", json.dumps(body), {"content-type": "application/json"})
+            for line in connection.getresponse():
+                self.tokens += line.startswith(b"data: {")  # without drafts, an event is a token
+                if self.over:
+                    break
+            connection.close()
+
+    def measure(self) -> Pair:
+        """Tokens a second, and processor milliseconds of the service a token, over a window."""
+        time.sleep(GAP_S)
+        tokens, cpu, began = self.tokens, cpu_s(self.running), time.perf_counter()
+        time.sleep(WINDOW_S)
+        tokens, seconds = self.tokens - tokens, time.perf_counter() - began
+        return tokens / seconds, (cpu_s(self.running) - cpu) / max(1, tokens) * 1e3
+
+    def close(self) -> None:
+        self.over = True
+        for thread in self._threads:
+            thread.join()
 
 
 def cpu_s(running: Service) -> float:
@@ -71,33 +91,83 @@ def cpu_s(running: Service) -> float:
     return sum(one.user + one.system for one in times)
 
 
-def load(running: Service, streams: int, seed: int) -> Pair:
-    """Tokens a second, and processor milliseconds a token."""
-    prompts = [prompt_ids(64, seed=1000 * seed + i) for i in range(streams)]
-    before, began = cpu_s(running), time.perf_counter()
-    running.all([(prompt, NEW) for prompt in prompts])
-    seconds, tokens = time.perf_counter() - began, streams * NEW
-    return tokens / seconds, (cpu_s(running) - before) / tokens * 1e3
+class Command:
+    """A command as a person has it open, stopped while it isn't wanted: so that it needn't start again each time."""
+
+    def __init__(self, *arguments: str) -> None:
+        command = [sys.executable, "-m", "flowinfer", *arguments]
+        self._process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        time.sleep(5.0)  # it imports, and looks for the first time
+        self.switch(on=False)
+
+    def switch(self, *, on: bool) -> None:
+        self._process.send_signal(signal.SIGCONT if on else signal.SIGSTOP)
+
+    def close(self) -> None:
+        self.switch(on=True)
+        self._process.terminate()
+        self._process.wait()
 
 
-def rounds_of(
-    name: str, running: Service, rounds: int, streams: int, seeds: Iterator[int]
-) -> tuple[list[Pair], list[Pair]]:
-    """Pairs of tokens/s and of milliseconds a token, without and with the viewer."""
-    speeds: list[Pair] = []
-    costs: list[Pair] = []
-    for number in range(rounds):
+class TapCommand(Command):
+    """A tap that is stopped lets go of the edge after its lease; here it is told to."""
+
+    def __init__(self, running: Service, edge: str) -> None:
+        self._folder = find(service=str(running.process.pid))[1]
+        self._edge = edge
+        super().__init__("tap", edge, "--json", "--service", str(running.process.pid))
+
+    def switch(self, *, on: bool) -> None:
+        super().switch(on=on)
+        if not on:
+            path = str(self._folder / f"tap-{self._process.pid}")
+            list(ask(self._folder, Request(do="tap", tap=Tap(edge=self._edge, to=path, limit=0))))
+
+
+class Tracing:
+    """Tracing is on from its first question to the end of the service, so its windows without come first."""
+
+    def __init__(self, running: Service) -> None:
+        self._url = f"127.0.0.1:{running.port}"
+
+    def switch(self, *, on: bool) -> None:
+        if on:
+            arguments = ["trace", "-", "--json", "--url", self._url]
+            subprocess.run([sys.executable, "-m", "flowinfer", *arguments], stdout=subprocess.DEVNULL, check=False)
+
+    def close(self) -> None:
+        """It stays on."""
+
+
+def viewers(running: Service) -> dict[str, Callable[[], Command | TapCommand | Tracing]]:
+    """By name. trace comes last."""
+    pid = str(running.process.pid)
+    return {
+        "top": lambda: Command("top", "--interval", "2", "--url", f"127.0.0.1:{running.port}"),
+        "logs": lambda: Command("logs", "--follow", "--service", pid),
+        "tap": lambda: TapCommand(running, "verify -> detokenize"),
+        "trace": lambda: Tracing(running),
+    }
+
+
+def windows(name: str, load: Load, seen: Command | TapCommand | Tracing, pairs: int) -> list[tuple[Pair, Pair]]:
+    """Measurements without and with the viewer, in an order that alternates."""
+    if name == "trace":
+        without = [load.measure() for _ in range(pairs)]
+        seen.switch(on=True)
+        return list(zip(without, [load.measure() for _ in range(pairs)], strict=True))
+    found: list[tuple[Pair, Pair]] = []
+    for number in range(pairs):
         got: dict[bool, Pair] = {}
-        for watched in (False, True) if number % 2 or name == "trace" else (True, False):
-            with viewer(name, running) if watched else contextlib.nullcontext():
-                got[watched] = load(running, streams, next(seeds))
-        speeds.append((got[False][0], got[True][0]))
-        costs.append((got[False][1], got[True][1]))
-    return speeds, costs
+        for watched in (False, True) if number % 2 else (True, False):
+            seen.switch(on=watched)
+            got[watched] = load.measure()
+        found.append((got[False], got[True]))
+    return found
 
 
 def report(name: str, what: str, pairs: list[Pair], unit: str) -> None:
-    ratios = [after / before for before, after in pairs]
+    ratios = [after / before for before, after in pairs if before]
     rng = random.Random(0)
     resampled = sorted(statistics.median(rng.choices(ratios, k=len(ratios))) for _ in range(2_000))
     low, high = resampled[50], resampled[-51]
@@ -124,6 +194,9 @@ def recording(rounds: int, streams: int) -> list[Pair]:
         plain.close()
         watched.close()
     return pairs
+
+
+NEW = 48  # tokens of each stream that is recorded
 
 
 def _local(arm: LocalArm, streams: int, seed: int) -> float:
@@ -160,11 +233,6 @@ class Sink(Stage):
 
 def edge(rounds: int) -> list[Pair]:
     """Messages a second in thousands of a bare edge, without and with a tap that wants all of them."""
-    import socket
-
-    from flowinfer.runtime.events import TapAsk
-    from flowinfer.runtime.tap import Taps
-
     link = EdgePlan(name="source -> sink", source="source", target="sink", message="Prompt", port="prompts")
     stages = {name: StagePlan(name=name, kind=name, config={}, worker="front") for name in ("source", "sink")}
     plan = Plan(
@@ -204,7 +272,7 @@ def edge(rounds: int) -> list[Pair]:
 def main() -> None:
     """Prints two lines a viewer."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--pairs", type=int, default=20)
     parser.add_argument("--streams", type=int, default=8)
     parser.add_argument("--only", default="", help="Names of viewers, with commas between.")
     args = parser.parse_args()
@@ -212,18 +280,22 @@ def main() -> None:
     wanted: Callable[[str], bool] = lambda name: not only or name in only  # noqa: E731
     print(f"{machine()}; load {os.getloadavg()[0]:.1f}")
     print("viewer   figure                   without      with          change [95 %]")
-    seeds = iter(range(1, 1_000_000))
-    if any(map(wanted, VIEWERS)):
-        with service("prod.yaml") as running:
-            load(running, args.streams, next(seeds))  # warms up
-            for name in filter(wanted, VIEWERS):
-                speeds, costs = rounds_of(name, running, args.rounds, args.streams, seeds)
-                report(name, "throughput", speeds, "tokens/s")
-                report(name, "processor time", costs, "ms/token")
+    if any(map(wanted, ("top", "logs", "tap", "trace"))):
+        with service("prod.yaml", "stages.verify.with.draft=none") as running:
+            load = Load(running, args.streams)
+            time.sleep(10.0)  # warms up
+            for name, begin in viewers(running).items():
+                if wanted(name):
+                    seen = begin()
+                    pairs = windows(name, load, seen, args.pairs)
+                    seen.close()
+                    report(name, "throughput", [(a[0], b[0]) for a, b in pairs], "tokens/s")
+                    report(name, "processor time", [(a[1], b[1]) for a, b in pairs], "ms/token")
+            load.close()
     if wanted("record"):
-        report("record", "throughput", recording(args.rounds, args.streams), "tokens/s")
+        report("record", "throughput", recording(args.pairs // 2, args.streams), "tokens/s")
     if wanted("edge"):
-        report("tap", "an edge at full speed", edge(10 * args.rounds), "k/s")
+        report("tap", "an edge at full speed", edge(3 * args.pairs), "k/s")
 
 
 if __name__ == "__main__":
