@@ -95,8 +95,7 @@ class Worker(Group):
         if source is not None and target is not None:
             super().wire(edge)
         elif source is not None:
-            outbox = self.outputs[edge.name] = Outbox(edge, self._send, self.clock.now, probe=self._send_probe)
-            source.add_output(outbox)
+            source.add_output(self.outbox_of(edge))
         elif target is not None:
             self._take_in(edge, target, self.plan)
 
@@ -305,7 +304,7 @@ class Worker(Group):
 
     def outbox_of(self, edge: EdgePlan) -> Outbox:
         if edge.name not in self.outputs:
-            self.outputs[edge.name] = Outbox(edge, self._send, self.clock.now)
+            self.outputs[edge.name] = Outbox(edge, self._send, self.clock.now, probe=self._send_probe)
         return self.outputs[edge.name]
 
     def replace_runs(self, now: Mapping[str, StageRun], layer: Layer, plan: Plan) -> None:
