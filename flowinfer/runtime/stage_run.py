@@ -50,7 +50,6 @@ class StageRun:
         self._is_api = plan.name == API
         self.stage = stage
         self.held = held
-        self.inboxes = {name: Inbox() for name in names}
         self.input_types = {port.name: port.message for port in inputs}
         self.inboxes = {name: Inbox(has_tokens=has_tokens(self.input_types.get(name))) for name in names}
         self.output_types = {port.name: port.message.__name__ for port in outputs}
