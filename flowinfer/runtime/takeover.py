@@ -22,7 +22,7 @@ from flowinfer.runtime.child import Child
 from flowinfer.runtime.events import SUPERVISOR, Census
 from flowinfer.runtime.keeper import orphans
 from flowinfer.runtime.mailbox import load_keys
-from flowinfer.runtime.rewire.resume import resume
+from flowinfer.runtime.rewire.resume import is_restart, resume
 from flowinfer.runtime.run_dir import RunDir, start_time
 from flowinfer.runtime.state import Known, State
 
@@ -85,7 +85,8 @@ def take_over(supervisor: Supervisor, stack: contextlib.ExitStack, left: State) 
         if child.name in supervisor.arenas:
             supervisor.tell_all(LeaseQuery(owner=child.name))
     if not supervisor.is_stopping:
-        supervisor.introduce([child for child in _ready(supervisor) if not child.on_trial])
+        if not is_restart(change):  # else admission is paused, and all of these go
+            supervisor.introduce([child for child in _ready(supervisor) if not child.on_trial])
         resume(supervisor.controller)
     supervisor.is_taking_over = False
     supervisor.save()

@@ -12,7 +12,7 @@ import pytest
 from changing import Changing
 from services import Start, loaded, until
 
-from flowinfer.graph.plan import Plan
+from flowinfer.graph.plan import NetworkPlan, Plan
 from flowinfer.runtime.rewire.protocol import Request
 
 
@@ -215,3 +215,14 @@ def test_a_controller_of_other_code_starts_all_workers_anew(start: Start, tmp_pa
     change.service.process.send_signal(signal.SIGTERM)
     change.service.wait_gone()
     assert change.service.process.returncode == 0
+
+
+@pytest.mark.slow
+def test_workers_that_listen_on_tcp_are_found_again(start: Start, tmp_path: Path) -> None:
+    plan = msgspec.structs.replace(loaded(tmp_path), network=NetworkPlan(transport="tcp"))
+    change = Changing(start(plan, kept=True), plan)
+    change.go_round()
+    change.kill_controller()
+    change.go_round()
+    change.must_apply(plan, "relay")
+    change.check_ends()

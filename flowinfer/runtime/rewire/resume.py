@@ -24,11 +24,16 @@ def decide(change: Underway, census: Mapping[str, Running]) -> Verdict:
     abandon: nobody had switched, so the old plan runs whole. complete: somebody had, so requests may be under way by
     the new plan. restart: it stands still between two plans. revert: it was being taken back, and has to be still.
     """
-    if change.kind == "restart":
-        return "restart" if change.step != "begin" else "abandon"
+    if is_restart(change):
+        return "restart"
     if change.step not in BEFORE_SWITCH and has_switched(change, census):
         return "complete"
     return "revert" if change.kind == "revert" else "abandon"
+
+
+def is_restart(change: Underway | None) -> bool:
+    """True when all workers are being started anew, so that the old ones admit nothing any more."""
+    return change is not None and change.kind == "restart" and change.step != "begin"
 
 
 def has_switched(change: Underway, census: Mapping[str, Running]) -> bool:
