@@ -29,6 +29,25 @@ Each field is honoured or refused by its name with 400; none is ignored, and fie
 experiment. "only ...": these values ask for nothing; all others are refused.
 
 """
+INSIDE = """
+## Inside of fields
+
+Objects inside of a request are as strict: what isn't listed here is refused by its place, as in `tools[0].function.x`.
+
+- `stream_options`: `include_usage`, `include_obfuscation` (events are padded at random), `continuous_usage_stats`
+  (usage so far in every chunk of chat and completions).
+- `messages` of chat: text, also as parts; `name`, `refusal`, `reasoning_content`, `tool_calls`, `tool_call_id`. Images,
+  audio, files and `function_call` are refused.
+- `tools` of chat and responses: functions, with `strict`. Custom tools and those that OpenAI's servers run are refused.
+- `input` of responses: messages of text, reasoning, function calls and their outputs. `text`: `format`, `verbosity`
+  (only `"medium"`). `reasoning`: `effort`; `summary`, `mode` and `context` are refused. `include`:
+  `message.output_text.logprobs` and `reasoning.encrypted_content`, which is empty, as reasoning comes as it is.
+- `messages` and `system` of messages: text, `tool_use`, `tool_result`, `thinking`, `redacted_thinking`. Images,
+  documents and search results are refused. `cache_control` makes usage tell what was stored in the cache, which happens anyway.
+- `thinking` of messages: `type`. `budget_tokens` is taken and can't be held; `output_config.effort` says how much.
+- `output_config` of messages: `effort`, `format` with a JSON Schema.
+- `tools` of messages: custom ones, with `strict`. `input_examples` are refused, and tools that Anthropic's servers run.
+"""
 APIS: Mapping[str, tuple[type[msgspec.Struct], Rules]] = {
     "chat": (chat.ChatRequest, chat.NEUTRAL),
     "completions": (completions.CompletionRequest, completions.NEUTRAL),
@@ -54,7 +73,8 @@ def table() -> str:
     """The whole page, as Markdown."""
     fields = sorted({field for kind, _ in APIS.values() for field in kind.__struct_fields__})
     rows = [f"| `{field}` | " + " | ".join(standing(api, field) for api in APIS) + " |" for field in fields]
-    return "\n".join([HEAD + "| field | " + " | ".join(APIS) + " |", "|---" * (len(APIS) + 1) + "|", *rows]) + "\n"
+    lines = [HEAD + "| field | " + " | ".join(APIS) + " |", "|---" * (len(APIS) + 1) + "|", *rows]
+    return "\n".join(lines) + "\n" + INSIDE
 
 
 if __name__ == "__main__":

@@ -129,6 +129,23 @@ def test_what_the_prompt_put_into_the_cache_is_told_where_it_was_marked(
     assert told == (2, 4, 3)
 
 
+def test_the_form_and_the_effort_that_are_asked_for(start: Any, play: Any) -> None:
+    seen: list[Call] = []
+
+    def answer(call: Call) -> Any:
+        seen.append(call)
+        return play('{"a": 1}')(call)
+
+    client = client_of(started(start, answer))
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    form: Any = {"format": {"type": "json_schema", "schema": schema}, "effort": "low"}
+    client.messages.create(**ASK, output_config=form, thinking={"type": "adaptive"})
+    client.messages.create(**ASK, output_config=form)
+    assert seen[0].sampling.grammar is not None
+    assert json.loads(seen[0].sampling.grammar.text) == schema
+    assert [call.template_args["reasoning_effort"] for call in seen] == ["low", "none"]
+
+
 def test_signs_of_life_before_the_first_token_are_no_events(start: Any) -> None:
     service = started(start, None, keepalive="50ms")
     with httpx.stream("POST", f"{service.url}/v1/messages", json={**ASK, "stream": True}) as response:

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from flowinfer.serve.openai.fields import invalid, unsupported
+from flowinfer.serve.openai.fields import invalid, only, unsupported
 
 Block = dict[str, Any]
 Content = str | list[Block]
@@ -20,11 +20,25 @@ _FIELDS: dict[str, set[str]] = {
     "thinking": {"thinking", "signature"},
     "redacted_thinking": {"data"},
 }
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "caller": ({"type": "direct"},),
+    "citations": ([],),
+    "toolset_name": (),
+}
 _OF_ROLE = {
     "user": ("text", "tool_result"),
     "assistant": ("text", "tool_use", "thinking", "redacted_thinking"),
     "system": ("text",),
 }
+
+
+def check_mark(mark: Any, where: str) -> None:
+    """Raises RequestError unless it is what `cache_control` may be. All prompts are cached anyway, and for as long."""
+    if mark is None:
+        return
+    if not isinstance(mark, dict) or mark.get("type") != "ephemeral" or mark.get("ttl", "5m") not in ("5m", "1h"):
+        raise invalid(where, "must be {type: ephemeral}, with ttl 5m or 1h if any.")
+    only(mark, where, ("type", "ttl"))
 
 
 def system_text(system: Content) -> str:
@@ -56,13 +70,13 @@ def _blocks(content: Content, where: str, allowed: Collection[str]) -> list[Bloc
 
 
 def _block(block: Block, where: str, allowed: Collection[str]) -> Block:
+    check_mark(block.get("cache_control"), f"{where}.cache_control")
     clean = {key: value for key, value in block.items() if value is not None and key != "cache_control"}
     kind = clean.get("type")
     if not isinstance(kind, str) or kind not in allowed:
         raise unsupported(f"{where}.type", f"{str(kind)[:40]!r} is not supported here; {', '.join(allowed)} is")
     fields = _FIELDS[kind]
-    if unknown := clean.keys() - fields - {"type"}:
-        raise invalid(f"{where}.{min(unknown)}", f"is not a field of a {kind} block.", "unknown_parameter")
+    only(clean, where, {"type", *fields}, _NEUTRAL)
     for key in fields & {"text", "id", "name", "tool_use_id", "thinking"}:
         if not isinstance(clean.get(key), str):
             raise invalid(f"{where}.{key}", "must be a string.")

@@ -7,12 +7,24 @@ from typing import Any
 
 import msgspec
 
-from flowinfer.message import Call, Sampling, ToolChoice
-from flowinfer.serve.anthropic.blocks import Block, Content, messages_of, system_text
+from flowinfer.message import Call, Grammar, Sampling, ToolChoice
+from flowinfer.serve.anthropic.blocks import Block, Content, check_mark, messages_of, system_text
 from flowinfer.serve.anthropic.writer import MessageWriter
-from flowinfer.serve.openai.fields import MAX_STOP, MAX_TOKEN_ID, check_model, in_range, invalid, refuse, unsupported
+from flowinfer.serve.openai.fields import (
+    MAX_STOP,
+    MAX_TOKEN_ID,
+    check_model,
+    in_range,
+    invalid,
+    only,
+    refuse,
+    unsupported,
+)
+from flowinfer.serve.openai.grammar import schema_grammar
 from flowinfer.serve.openai.job import Job, Limits, draw_seed
 from flowinfer.serve.openai.tools import choice_of
+
+EFFORTS = ("low", "medium", "high", "xhigh", "max")
 
 
 class Turn(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
@@ -20,6 +32,20 @@ class Turn(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
     role: str
     content: Content
+
+
+class OutputFormat(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """`output_config.format`: the JSON Schema that the answer follows."""
+
+    type: str
+    schema: dict[str, Any]
+
+
+class OutputConfig(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """`output_config` of a request. effort: how long to think, where the template knows of that."""
+
+    effort: str | None = None
+    format: OutputFormat | None = None
 
 
 class Conversation(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
@@ -32,7 +58,7 @@ class Conversation(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     tool_choice: dict[str, Any] | None = None
     thinking: dict[str, Any] | None = None
     cache_control: dict[str, Any] | None = None
-    output_config: dict[str, Any] | None = None
+    output_config: OutputConfig | None = None
     context_management: Any = None
     mcp_servers: Any = None
     speed: str | None = None
@@ -59,7 +85,6 @@ class MessageRequest(Conversation, forbid_unknown_fields=True, kw_only=True):
 # What each field may say without changing the answer. metadata, user_profile_id and workspace_id only label a request;
 # cache_control asks for what is done anyway.
 NEUTRAL: tuple[tuple[str, tuple[Any, ...]], ...] = (
-    ("output_config", ({},)),
     ("context_management", ()),
     ("mcp_servers", ([],)),
     ("speed", ("standard",)),
@@ -70,6 +95,14 @@ NEUTRAL_ALONE: tuple[tuple[str, tuple[Any, ...]], ...] = (
     ("diagnostics", ()),
     ("inference_geo", ()),
 )
+
+
+_TOOL_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "allowed_callers": (["direct"],),
+    "defer_loading": (False,),
+    "eager_input_streaming": (True, False),  # arguments stream as they come
+    "input_examples": ([],),
+}
 
 
 class Rendered(msgspec.Struct):
@@ -110,6 +143,7 @@ def render(request: Conversation, limits: Limits) -> Rendered:
     """The conversation with its tools. Raises RequestError naming the field at fault."""
     check_model(request.model, limits)
     refuse(request, NEUTRAL)
+    check_mark(request.cache_control, "cache_control")
     if not request.messages:
         raise invalid("messages", "needs at least one message.")
     messages = messages_of([(turn.role, turn.content) for turn in request.messages])
@@ -118,7 +152,7 @@ def render(request: Conversation, limits: Limits) -> Rendered:
     has_tools = any(message["role"] == "tool" or "tool_calls" in message for message in messages)
     if (request.tools or has_tools) and not limits.tools:
         raise unsupported("tools")
-    args: dict[str, Any] = {"reasoning_effort": "high" if _thinks(request) else "none"}
+    args: dict[str, Any] = {"reasoning_effort": _effort(request)}
     if request.messages[-1].role == "assistant":
         args["continue_final_message"] = True
         _check_beginning(messages[-1], thinks=_thinks(request))
@@ -158,11 +192,30 @@ def _sampling(request: MessageRequest, defaults: Mapping[str, float]) -> Samplin
         frequency_penalty=value(None, "frequency_penalty", 0.0),
         seed=int(defaults["seed"]) if "seed" in defaults else draw_seed(),
         stop=stops,
+        grammar=_grammar(request),
     )
+
+
+def _effort(request: Conversation) -> str:
+    """How long to think, as templates are told."""
+    effort = (request.output_config.effort if request.output_config else None) or "high"
+    if effort not in EFFORTS:
+        raise invalid("output_config.effort", f"must be one of {', '.join(EFFORTS)}, not {effort[:40]!r}.")
+    return effort if _thinks(request) else "none"
+
+
+def _grammar(request: Conversation) -> Grammar | None:
+    given = request.output_config.format if request.output_config else None
+    if given is None:
+        return None
+    if given.type != "json_schema":
+        raise invalid("output_config.format.type", f"must be json_schema, not {given.type[:40]!r}.")
+    return schema_grammar(given.schema, "output_config.format.schema")
 
 
 def _thinks(request: Conversation) -> bool:
     """Whether the model is to think first: a budget can't be held, but the switch can."""
+    only(request.thinking or {}, "thinking", ("type", "budget_tokens"), {"display": ("summarized",)})
     kind = (request.thinking or {"type": "disabled"}).get("type")
     if kind not in ("enabled", "disabled", "adaptive"):
         raise invalid("thinking.type", f"must be enabled, disabled or adaptive, not {str(kind)[:40]!r}.")
@@ -170,6 +223,7 @@ def _thinks(request: Conversation) -> bool:
 
 
 def _tools(request: Conversation) -> list[dict[str, Any]] | None:
+    only(request.tool_choice or {}, "tool_choice", ("type", "name", "disable_parallel_tool_use"))
     choice = (request.tool_choice or {"type": "auto"}).get("type")
     if choice not in ("auto", "none", "any", "tool"):
         raise invalid("tool_choice.type", f"must be auto, any, tool or none, not {str(choice)[:40]!r}.")
@@ -192,6 +246,8 @@ def _tool_choice(request: MessageRequest, tools: list[dict[str, Any]] | None) ->
 def _tool(tool: Block, where: str) -> dict[str, Any]:
     if tool.get("type") not in (None, "custom"):
         raise unsupported(f"{where}.type", f"{str(tool['type'])[:40]!r} is run by Anthropic's servers, not here")
+    only(tool, where, ("type", "name", "description", "input_schema", "strict", "cache_control"), _TOOL_NEUTRAL)
+    check_mark(tool.get("cache_control"), f"{where}.cache_control")
     if not isinstance(tool.get("name"), str) or not tool["name"]:
         raise invalid(f"{where}.name", "must be a name.")
     if not isinstance(tool.get("input_schema"), dict):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import msgspec
@@ -74,12 +74,25 @@ def unsupported(param: str, what: str = "is not supported by this pipeline; leav
     return RequestError(400, f"'{param}' {what}.", code="unsupported_parameter", param=param)
 
 
-def refuse(request: msgspec.Struct, allowed: Iterable[tuple[str, tuple[Any, ...]]]) -> None:
+def refuse(request: msgspec.Struct, allowed: Iterable[tuple[str, tuple[Any, ...]]], where: str = "") -> None:
     """Raises for the first field whose value is none of those that change nothing. null is always one of them."""
     for name, values in allowed:
         value = getattr(request, name)
         if value is not None and value not in values:
-            raise unsupported(name)
+            raise unsupported(where + name)
+
+
+def only(
+    given: Mapping[str, Any], where: str, fields: Collection[str], neutral: Mapping[str, tuple[Any, ...]] | None = None
+) -> None:
+    """Raises for a field of an object that isn't one of these. Those in `neutral` may say what asks for nothing."""
+    for name, value in given.items():
+        if name in fields:
+            continue
+        if neutral is None or name not in neutral:
+            raise invalid(f"{where}.{name}", "is not a field here.", "unknown_parameter")
+        if value is not None and value not in neutral[name]:
+            raise unsupported(f"{where}.{name}")
 
 
 def in_range(param: str, value: float | None, low: float, high: float, *, open_low: bool = False) -> None:

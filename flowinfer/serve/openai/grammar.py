@@ -24,11 +24,22 @@ def grammar_of(request: Common) -> Grammar | None:
     if len(found) > 1:
         raise invalid(found[1].param, f"can't be combined with {found[0].param}; give one of them.")
     (grammar,) = found
-    if len(grammar.text) > MAX_GRAMMAR_CHARS:
-        raise invalid(grammar.param, f"takes up to {MAX_GRAMMAR_CHARS} characters.", "out_of_range")
+    _check_size(grammar)
     if request.ignore_eos:
         raise invalid("ignore_eos", f"can't be combined with {grammar.param}: its text ends where the grammar does.")
     return grammar
+
+
+def schema_grammar(schema: dict[str, Any], param: str) -> Grammar:
+    """The grammar of a JSON Schema that came in this field. Raises RequestError naming it."""
+    grammar = Grammar("json", _text(schema), param)
+    _check_size(grammar)
+    return grammar
+
+
+def _check_size(grammar: Grammar) -> None:
+    if len(grammar.text) > MAX_GRAMMAR_CHARS:
+        raise invalid(grammar.param, f"takes up to {MAX_GRAMMAR_CHARS} characters.", "out_of_range")
 
 
 def _formats(request: Common) -> list[Grammar]:

@@ -6,12 +6,13 @@ from typing import Any
 
 import msgspec
 
-from flowinfer.serve.openai.fields import invalid, unsupported
+from flowinfer.serve.openai.fields import invalid, only, unsupported
 
 ROLES = {"system", "developer", "user", "assistant"}
 TOOL_ROLES = {"tool"}
 _AS_SYSTEM = {"developer": "system"}  # open models' templates know no developer
 TEXT_PARTS = {"text", "refusal"}
+_CALL_FIELDS = ("id", "type", "function", "index")  # index: of a delta that a client put together by itself
 
 
 class ChatMessage(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
@@ -80,11 +81,13 @@ def _refuse_parts(message: ChatMessage, where: str, tools: bool) -> None:
 def _check_call(call: dict[str, Any], where: str) -> None:
     if call.get("type", "function") != "function":
         raise unsupported(f"{where}.type", f"{str(call['type'])[:40]!r} is not supported by this pipeline")
+    only(call, where, _CALL_FIELDS)
     if not isinstance(call.get("id"), str):
         raise invalid(f"{where}.id", "must be a string.")
     function = call.get("function")
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise invalid(f"{where}.function", "must be an object with a name.")
+    only(function, f"{where}.function", ("name", "arguments"))
     if not isinstance(function.get("arguments"), str):
         raise invalid(f"{where}.function.arguments", "must be JSON as a string.")
 
@@ -106,6 +109,5 @@ def _part(part: dict[str, Any], where: str) -> str:
     text = part.get(kind)
     if not isinstance(text, str):
         raise invalid(f"{where}.{kind}", "must be a string.")
-    if unknown := part.keys() - {"type", kind}:
-        raise invalid(f"{where}.{min(unknown)}", "is not a field of a text part.", "unknown_parameter")
+    only(part, where, ("type", kind), {"prompt_cache_breakpoint": ()})
     return text

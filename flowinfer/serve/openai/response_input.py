@@ -5,10 +5,26 @@ from __future__ import annotations
 import uuid
 from typing import Any
 
-from flowinfer.serve.openai.fields import invalid, unsupported
+from flowinfer.serve.openai.fields import invalid, only, unsupported
 
 Message = dict[str, Any]
 _TEXTS = ("input_text", "output_text", "text")
+# Fields of the items that are understood, and of those that came out of an earlier response.
+_FIELDS: dict[str, tuple[str, ...]] = {
+    "message": ("role", "content"),
+    "function_call": ("call_id", "name", "arguments"),
+    "function_call_output": ("call_id", "output"),
+    "reasoning": ("content", "summary", "encrypted_content"),
+}
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "async": (False,),
+    "caller": (),
+    "created_by": (),
+    "name": (),
+    "namespace": (),
+    "phase": ("final_answer",),
+    "prompt_cache_breakpoint": (),
+}
 _PREFIX = {"message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}  # of ids
 
 
@@ -51,7 +67,9 @@ class _Reader:
         self._thought = ""
 
     def take(self, item: dict[str, Any], where: str) -> None:
-        kind = item.get("type", "message")
+        kind = item.get("type", "message" if "role" in item else None)
+        if kind in _FIELDS:
+            only(item, where, ("type", "id", "status", *_FIELDS[kind]), _NEUTRAL)
         if kind == "message":
             self._message(item, where)
         elif kind == "function_call":
@@ -93,6 +111,7 @@ def _text(content: Any, where: str, kinds: tuple[str, ...] = _TEXTS) -> str:
         kind = part.get("type") if isinstance(part, dict) else None
         if kind not in kinds:
             raise unsupported(f"{where}[{place}].type", f"{str(kind)[:40]!r} is not supported by this pipeline")
+        only(part, f"{where}[{place}]", ("type", "text", "annotations", "logprobs"), _NEUTRAL)
         texts.append(_string(part, "text", f"{where}[{place}]"))
     return "".join(texts)
 

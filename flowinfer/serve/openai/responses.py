@@ -12,7 +12,7 @@ import msgspec
 from flowinfer.errors import RequestError
 from flowinfer.serve.openai.chat import ChatRequest, chat_job
 from flowinfer.serve.openai.decode import decode
-from flowinfer.serve.openai.fields import DAY, MAX_TOKEN_ID, in_range, invalid, refuse, unsupported
+from flowinfer.serve.openai.fields import DAY, MAX_TOKEN_ID, in_range, invalid, only, refuse, unsupported
 from flowinfer.serve.openai.job import Job, Limits
 from flowinfer.serve.openai.response_writer import ResponseWriter
 
@@ -42,6 +42,8 @@ class Reasoning(msgspec.Struct, forbid_unknown_fields=True):
     effort: str | None = None
     summary: str | None = None
     generate_summary: str | None = None
+    context: str | None = None
+    mode: str | None = None
 
 
 class ResponseStreamOptions(msgspec.Struct, forbid_unknown_fields=True):
@@ -130,6 +132,13 @@ _AS_IN_CHATS = (
     "stop_token_ids",
     "top_k",
 )
+_FUNCTION = ("name", "description", "parameters", "strict")
+_TOOL_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "allowed_callers": (["direct"],),
+    "defer_loading": (False,),
+    "async": (False,),
+    "output_schema": (),
+}
 LOGPROBS = "message.output_text.logprobs"
 INCLUDABLE = (LOGPROBS, "reasoning.encrypted_content")  # nothing here is encrypted: reasoning comes as it is
 _CHAT_NAMES = {"max_completion_tokens": "max_output_tokens", "reasoning_effort": "reasoning.effort"}
@@ -149,6 +158,8 @@ def response_job(
     refuse(request, NEUTRAL)
     if request.reasoning is not None and (request.reasoning.summary or request.reasoning.generate_summary):
         raise unsupported("reasoning.summary")
+    if request.reasoning is not None:
+        refuse(request.reasoning, (("context", ("auto",)), ("mode", ("standard",))), "reasoning.")
     for place, asked in enumerate(request.include or ()):
         if asked not in INCLUDABLE:
             raise unsupported(f"include[{place}]", f"{asked[:60]!r} is not supported by this pipeline")
@@ -217,14 +228,17 @@ def _format(given: TextFormat | None) -> dict[str, Any] | None:
 def _tool(tool: dict[str, Any], where: str) -> dict[str, Any]:
     if tool.get("type") != "function":
         raise unsupported(f"{where}.type", f"{str(tool.get('type'))[:40]!r} is not supported by this pipeline")
-    function = {key: tool[key] for key in ("name", "description", "parameters", "strict") if tool.get(key) is not None}
+    only(tool, where, ("type", *_FUNCTION), _TOOL_NEUTRAL)
+    function = {key: tool[key] for key in _FUNCTION if tool.get(key) is not None}
     return {"type": "function", "function": function}
 
 
 def _choice(choice: Any) -> Any:
     if isinstance(choice, dict) and choice.get("type") == "function" and "name" in choice:
+        only(choice, "tool_choice", ("type", "name"))
         return {"type": "function", "function": {"name": choice["name"]}}
     if isinstance(choice, dict) and choice.get("type") == "allowed_tools" and isinstance(choice.get("tools"), list):
+        only(choice, "tool_choice", ("type", "mode", "tools"))
         tools = [_choice(tool) for tool in choice["tools"]]
         return {"type": "allowed_tools", "allowed_tools": {"mode": choice.get("mode"), "tools": tools}}
     return choice

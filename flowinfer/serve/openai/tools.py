@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from flowinfer.message import ToolChoice
-from flowinfer.serve.openai.fields import invalid, unsupported
+from flowinfer.serve.openai.fields import invalid, only, unsupported
 from flowinfer.serve.openai.job import Limits
 
 MAX_TOOLS = 1024
@@ -47,6 +47,8 @@ def _said(choice: Any) -> tuple[bool, tuple[str, ...]]:
         given = allowed.get("tools") if isinstance(allowed, dict) else None
         if not isinstance(given, list) or not given or allowed.get("mode") not in ("auto", "required"):
             raise invalid("tool_choice.allowed_tools", "needs a mode, auto or required, and a list of tools.")
+        only(choice, "tool_choice", ("type", "allowed_tools"))
+        only(allowed, "tool_choice.allowed_tools", ("mode", "tools"))
         names = tuple(_named(tool, f"tool_choice.allowed_tools.tools[{i}]") for i, tool in enumerate(given))
         return allowed["mode"] == "required", names
     raise invalid("tool_choice", "must be none, auto, required, or an object of type function or allowed_tools.")
@@ -57,17 +59,19 @@ def _named(given: Any, where: str) -> str:
     name = function.get("name") if isinstance(function, dict) else None
     if not isinstance(name, str):
         raise invalid(where, "must be {type: function, function: {name}}.")
+    only(given, where, ("type", "function"))
+    only(given["function"], f"{where}.function", ("name",))
     return name
 
 
 def _check(tool: dict[str, Any], where: str) -> None:
     if tool.get("type") != "function":
         raise unsupported(f"{where}.type", f"{str(tool.get('type'))[:40]!r} is not supported by this pipeline")
+    only(tool, where, ("type", "function"))
     function = tool.get("function")
     if not isinstance(function, dict) or not isinstance(function.get("name"), str) or not function["name"]:
         raise invalid(f"{where}.function", "must be an object with a name.")
-    if unknown := function.keys() - _FIELDS:
-        raise invalid(f"{where}.function.{min(unknown)}", "is not a field of a function.", "unknown_parameter")
+    only(function, f"{where}.function", _FIELDS)
     if not isinstance(function.get("parameters") or {}, dict):
         raise invalid(f"{where}.function.parameters", "must be a JSON Schema, which is an object.")
     if not isinstance(function.get("strict"), bool | None):
