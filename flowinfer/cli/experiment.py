@@ -10,6 +10,7 @@ import click
 
 from flowinfer.cli.compare import Span
 from flowinfer.errors import FlowInferError
+from flowinfer.units import format_share
 
 if TYPE_CHECKING:
     from flowinfer.experiment.outcome import Outcome
@@ -42,7 +43,7 @@ def status(service: str) -> None:
         raise FlowInferError("The service runs no experiment.", help="`flowinfer experiment list` shows ended ones.")
     running = plan.experiment
     own = ", ".join(name for name, stage in plan.stages.items() if stage.arm == "b") or "edges"
-    click.echo(f"{running.name}: {running.mode} {running.share:.0%} of sessions; arm B has {own} of its own")
+    click.echo(f"{running.name}: {running.mode} {format_share(running.share)} of sessions; arm B has {own} of its own")
     recorded = _read(plan.name, running.name, None)
     for arm in "ab":
         outcomes = _outcomes(recorded, arm)

@@ -10,6 +10,7 @@ from flowinfer.compare.answers import Difference
 from flowinfer.compare.comparison import Comparison, Setup
 from flowinfer.compare.figures import Figure
 from flowinfer.compare.verdict import about_answers, change, sentence, value
+from flowinfer.units import format_share
 
 SHOWN_PAIRS = 20
 STYLE = """
@@ -76,7 +77,7 @@ def _how_observed(setup: Setup) -> str:
     end = f"{setup.note}. " if setup.note else ""
     drawn = "by sessions, each arm by itself" if setup.kind == "split" else "by sessions, in pairs"
     return (
-        f"{setup.num_requests} requests of {setup.requests}, of which {setup.share:.0%} of the sessions were {how}. "
+        f"{setup.num_requests} requests of {setup.requests}, of which {format_share(setup.share)} of the sessions were {how}. "
         f"Rates are for a second in which a request was open. Goodput counts requests whose first token came within "
         f"{setup.limit.ttft_s * 1e3:g} ms and each further one within {setup.limit.itl_s * 1e3:g} ms. "
         f"Intervals: bootstrap {drawn}, {setup.resamples} resamples, {setup.confidence:.0%}. {end}"
