@@ -43,7 +43,7 @@ Objects inside of a request are as strict: what isn't listed here is refused by 
   (only `"medium"`). `reasoning`: `effort`; `summary`, `mode` and `context` are refused. `include`:
   `message.output_text.logprobs` and `reasoning.encrypted_content`, which is empty, as reasoning comes as it is.
 - `messages` and `system` of messages: text, `tool_use`, `tool_result`, `thinking`, `redacted_thinking`. Images,
-  documents and search results are refused. `cache_control` makes usage tell what was stored in the cache, which happens anyway.
+  documents and search results are refused. `cache_control` makes usage tell what was stored in the cache: all is.
 - `thinking` of messages: `type`. `budget_tokens` is taken and can't be held; `output_config.effort` says how much.
 - `output_config` of messages: `effort`, `format` with a JSON Schema.
 - `tools` of messages: custom ones, with `strict`. `input_examples` are refused, and tools that Anthropic's servers run.

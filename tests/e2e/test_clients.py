@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +15,8 @@ import openai
 import pytest
 from harness import Service
 
-README = (Path(__file__).parents[2] / "README.md").read_text()
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text()
 QUESTION = [{"role": "user", "content": "Name three primary colors."}]
 
 
@@ -23,6 +26,9 @@ SHORTER = {
     '"messages": [': '"max_tokens": 12, "messages": [',
     "max_tokens=100, ": "",
     "messages=chat": "messages=chat, max_tokens=12",
+    "max_tokens: 100, ": "",
+    "messages, stream: true": "messages, max_tokens: 12, stream: true",
+    'model: "smollm2-135m", messages });': 'model: "smollm2-135m", max_tokens: 12, messages });',
 }
 
 
@@ -40,14 +46,29 @@ def claude(prod: Service) -> anthropic.Anthropic:
     return anthropic.Anthropic(base_url=f"http://127.0.0.1:{prod.port}", api_key="none", max_retries=0, timeout=60)
 
 
-@pytest.mark.parametrize("api", ["openai", "anthropic"])
-@pytest.mark.parametrize("language", ["curl", "python"])
+@pytest.mark.parametrize(
+    ("api", "language"),
+    [("openai", "curl"), ("openai", "python"), ("anthropic", "curl"), ("anthropic", "python"), ("choices", "curl")],
+)
 def test_the_readmes_examples_answer(prod: Service, api: str, language: str) -> None:
     code = example(f"{api}: {language}", prod.port)
     command = [sys.executable, "-c", code] if language == "python" else ["bash", "-c", code]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.strip()
     assert '"error"' not in done.stdout
+
+
+@pytest.mark.parametrize("api", ["openai", "anthropic"])
+def test_the_readmes_javascript_answers(prod: Service, api: str, tmp_path: Path) -> None:
+    node, modules = shutil.which("node"), ROOT / "tests" / "js" / "node_modules"
+    if node is None or not (modules / "openai").exists():
+        assert not os.environ.get("CI"), "node and `npm ci` in tests/js are .ci/run's"
+        pytest.skip("needs node, and `npm ci` in tests/js")
+    (tmp_path / "node_modules").symlink_to(modules)
+    (tmp_path / "example.mjs").write_text(example(f"{api}: javascript", prod.port))
+    done = subprocess.run([node, "example.mjs"], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip()
 
 
 def test_both_apis_give_the_same_answer(prod: Service, claude: anthropic.Anthropic) -> None:
@@ -67,6 +88,33 @@ def test_both_apis_give_the_same_answer(prod: Service, claude: anthropic.Anthrop
         final = stream.get_final_message()
     assert [part.text for part in final.content if part.type == "text"] == [block.text]
     assert final.stop_reason == got.stop_reason
+
+
+def test_a_prompt_is_scored_anew_each_time(prod: Service) -> None:
+    client = openai.OpenAI(base_url=f"http://127.0.0.1:{prod.port}/v1", api_key="none", max_retries=0, timeout=60)
+    prompt = "One two three four five six seven eight nine ten. " * 8
+    ask: Any = {"model": prod.model, "prompt": prompt, "max_tokens": 1, "temperature": 0, "logprobs": 1}
+    client.completions.create(**ask)  # leaves the prompt in the cache
+    answers = [client.completions.create(**ask, echo=True) for _ in range(2)]
+    for answer in answers:
+        assert answer.usage is not None
+        assert answer.usage.prompt_tokens_details is not None
+        assert answer.usage.prompt_tokens_details.cached_tokens == 0
+        (choice,) = answer.choices
+        assert choice.text.startswith(prompt)
+        told = choice.logprobs
+        assert told is not None
+        assert told.tokens is not None
+        assert told.token_logprobs is not None
+        assert len(told.tokens) == answer.usage.prompt_tokens + 1
+        assert "".join(told.tokens) == choice.text
+        assert told.token_logprobs[0] is None
+        assert all(value is not None and value <= 0 for value in told.token_logprobs[1:])
+        assert sum(told.token_logprobs[-20:]) > -10  # type: ignore[arg-type]  # what repeats is no surprise
+    first, second = (answer.choices[0].logprobs for answer in answers)
+    assert first is not None
+    assert second is not None
+    assert first.token_logprobs == second.token_logprobs
 
 
 def test_a_stop_sequence_is_named(prod: Service, claude: anthropic.Anthropic) -> None:
