@@ -69,8 +69,8 @@ class Client(Stage):
                 new = batch.tokens[ends[i] - batch.counts[i] : ends[i]].tolist()
                 self.tokens.setdefault(id, []).extend(new)
                 if i in batch.finished:
-                    assert id not in self.ended, "a request ends once"
-                    self.ended[id] = batch.finished[i]
+                    assert self.ended.get(id, "cancelled") == "cancelled", "a request ends once"
+                    self.ended.setdefault(id, batch.finished[i])  # a cancel may cross the end
                     self.ctx.send(Ended(ids=[id]))
         prompts, self.outbox = self.outbox, []
         return prompts

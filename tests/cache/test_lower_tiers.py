@@ -165,3 +165,42 @@ def test_restores_run_side_by_side_and_hold_up_no_stream(llama: Path, tmp_path: 
     got = running.finish(["b", "c"])
     assert got == {"b": expected["b"], "c": expected["c"]}
     assert [running.client.ended[id].cached_tokens for id in ("b", "c")] == [256, 256]
+
+
+def test_a_session_of_growing_turns_is_answered_alike_from_every_tier(
+    llama: Path, tmp_path: Path, services: list[Service]
+) -> None:
+    both = disk(tmp_path) | objects(tmp_path)
+    first, turns, context = start(services, llama, both, 40), [], tokens(0, 40)
+    for number in range(6):
+        context = [*context, *tokens(100 + number, 60)]
+        first.send(prompt(f"turn {number}", context))
+        turns.append((list(context), first.finish([f"turn {number}"])[f"turn {number}"]))
+        found = int(first.client.ended[f"turn {number}"].cached_tokens)
+        assert found == (len(context) - 60 - 1) // 64 * 64 if number else not found, "decode's blocks are found too"
+        context += turns[-1][1]
+
+    def replay(running: Service, way: str) -> list[int]:
+        found = []
+        for number, (given, text) in reversed(list(enumerate(turns))):
+            id = f"{way} {number}"
+            running.send(prompt(id, given))
+            assert running.finish([id])[id] == text, id
+            found.append(int(running.client.ended[id].cached_tokens))
+        return found
+
+    expected = [(len(given) - 1) // 64 * 64 for given, _ in reversed(turns)]
+    assert replay(first, "pool") == expected
+    stop(services, first)
+    restarted = start(services, llama, disk(tmp_path), 40)
+    assert replay(restarted, "disk") == expected and counts(restarted, "disk")["hits"] > 0
+    stop(services, restarted)
+    shutil.rmtree(tmp_path / "kv")
+    bare = start(services, llama, both, 40)
+    assert replay(bare, "object") == expected and counts(bare, "object")["hits"] > 0
+    cold = Service(llama, num_blocks=40, lookup={"share_inflight": False})
+    for number, (given, text) in enumerate(turns):
+        cold.pool.clear_cache()
+        cold.send(prompt(f"cold {number}", given))
+        assert cold.finish([f"cold {number}"])[f"cold {number}"] == text
+    cold.group.close()
