@@ -8,7 +8,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from flowinfer.testing.file import Bound, Case, EdgeExpect, Expect, RunExpect
+from flowinfer.testing.expect import Bound, EdgeExpect, Expect, RunExpect
+from flowinfer.testing.file import Case
 
 
 @dataclass

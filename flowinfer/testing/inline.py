@@ -3,35 +3,24 @@
 from __future__ import annotations
 
 import contextlib
-import json
-import zlib
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from math import inf
 from typing import Any
 
-import msgspec
-import numpy as np
-
-from flowinfer.errors import FlowInferError, RequestError
-from flowinfer.flow.replay import by_request
-from flowinfer.graph.plan import API, Plan
-from flowinfer.message import Message, Piece, type_registry
+from flowinfer.graph.plan import Plan
+from flowinfer.message import Message, type_registry
 from flowinfer.observe import metrics
 from flowinfer.observe.summary import summarize
 from flowinfer.observe.where import compile_where, requests_of
 from flowinfer.runtime.clock import FakeClock
 from flowinfer.runtime.group import GRACE_S
 from flowinfer.runtime.watch import watch
-from flowinfer.serve.gateway import GatewayConfig
-from flowinfer.serve.mailbox import joined
-from flowinfer.serve.openai.job import Job, Limits
-from flowinfer.spec.hints import did_you_mean
 from flowinfer.testing.checks import Passed, Result, Run
+from flowinfer.testing.doors import CutDoor, Door, make_door
+from flowinfer.testing.expect import RunExpect
 from flowinfer.testing.faults import Injector
-from flowinfer.testing.file import Case, Fault, RunExpect
-from flowinfer.testing.mocks import Outside, copied
-from flowinfer.testing.plain import error_answer, job_of
+from flowinfer.testing.file import Case, Fault
 from flowinfer.testing.prepared import Given
 from flowinfer.testing.world import Killed, SimWorker, World
 
@@ -200,137 +189,6 @@ def look_at(worker: Any, edge: str, where: str, note: Callable[[Passed], None], 
         note(Passed(elapsed(), tuple(requests_of(message)), good, "" if good else str(summarize(message))))
 
     watch(worker, edge, look)
-
-
-# ------------------------------------------------------------------------------------------------------------ the door
-
-Ended = Callable[[int | str, dict[str, Any]], None]
-
-
-class Door:
-    """Where cases go in: the gateway of a whole pipeline, as HTTP would use it."""
-
-    def __init__(self, gateway: Any, plan: Plan) -> None:
-        config = GatewayConfig.of(plan)
-        self._gateway, self._model = gateway, config.models[0]
-        self._limits = Limits.of(config)
-
-    def ask(self, case: Case, first: Callable[[], None], end: Ended) -> None:
-        """Sends a request; `end` gets status and body."""
-        try:
-            job = job_of(case, body_of(case, self._model), self._limits, case.name)
-        except RequestError as error:
-            end(*error_answer(error))
-            return
-        _Answer(job, first, end).ask(self._gateway)
-
-
-def body_of(case: Case, model: str) -> bytes:
-    """Of a request; with a seed of its own name, so that each run draws the same."""
-    return json.dumps({"seed": zlib.crc32(case.name.encode()) >> 1, **case.body(model)}).encode()
-
-
-class _Answer:
-    """Gathers the pieces of one answer."""
-
-    def __init__(self, job: Job, first: Callable[[], None], end: Ended) -> None:
-        self.job, self._first, self._end = job, first, end
-        self._pieces: dict[str, list[Piece]] = {call.id: [] for call in job.calls}
-        self._is_over = False
-
-    def ask(self, gateway: Any) -> None:
-        gateway.submit_group(self.job.calls, self._take)
-
-    def _take(self, got: Piece | RequestError) -> None:
-        if isinstance(got, RequestError):
-            self._over(*error_answer(got))
-            return
-        self._first()
-        self._pieces[got.id].append(got)
-        if all(pieces and pieces[-1].finish is not None for pieces in self._pieces.values()):
-            whole = self.job.writer.whole([joined(self._pieces[call.id]) for call in self.job.calls])
-            self._over(200, json.loads(whole))
-
-    def _over(self, status: int, body: dict[str, Any]) -> None:
-        if status == 200 or not self._is_over:  # a group of calls fails once
-            self._is_over = True
-            self._end(status, body)
-
-
-class CutDoor:
-    """Where cases go into a cut: messages, to the stage that stands around it."""
-
-    def __init__(self, outside: Outside, plan: Plan, given: Given) -> None:
-        self._outside, self._plan, self._given = outside, plan, given
-        config = GatewayConfig.of(plan)
-        self._model = config.models[0]
-        self._limits = Limits.of(config)
-
-    def ask(self, case: Case, first: Callable[[], None], end: Ended) -> None:
-        """Puts a message in; `end` gets what came out, told as an answer of the API."""
-        where = compile_where(case.expect.where if case.expect and case.expect.where else "")
-        out: list[Message] = []
-
-        def take(request: str, got: Message | RequestError | None) -> None:
-            if isinstance(got, RequestError):
-                end(*error_answer(got))
-            elif got is not None:
-                first()
-                out.append(got)
-            else:
-                wrong = [str(summarize(message)) for message in out if not where(message)]
-                end(200, {"choices": [{"text": by_request(out).get(request, "")}], "wrong": wrong})
-
-        context = self._outside.ctx
-        for after, message in self._given.get(case.name) or [(0.0, self._message(case))]:
-            self._outside.expect(message, take)
-            at = context.clock.now() + after
-            context.call_at(at, lambda message=message: self._outside.give(copied(message)))  # type: ignore[misc]
-
-    def _message(self, case: Case) -> Message:
-        (edge, *_) = [edge for edge in self._plan.edges if edge.source == API]
-        if case.message is not None:
-            return made_message(edge.message, case.name, case.message)
-        return job_of(case, body_of(case, self._model), self._limits, case.name).calls[0]
-
-
-def made_message(kind: str, name: str, fields: dict[str, Any]) -> Message:
-    """A message of this type from plain fields. Raises FlowInferError that names the field."""
-    cls = type_registry[kind]
-    fields = dict(fields)
-    if "num_tokens" in fields:
-        fields["tokens"] = [1] * int(fields.pop("num_tokens"))
-    arrays = {key: np.array(value, np.int32) for key, value in fields.items() if key in ("tokens", "counts")}
-    plain: dict[str, Any] = {"id": name, "sampling": {}} | {key: v for key, v in fields.items() if key not in arrays}
-    unknown = [key for key in plain if key not in cls.__struct_fields__ and key not in ("id", "sampling")]
-    if unknown:
-        raise FlowInferError(
-            f"{kind} has no field {unknown[0]!r}.", help=did_you_mean(unknown[0], cls.__struct_fields__)
-        )
-    values: dict[str, Any] = {}
-    for field in msgspec.structs.fields(cls):
-        if field.name in arrays:
-            values[field.name] = arrays[field.name]
-        elif field.name in plain:
-            try:
-                values[field.name] = convert(plain[field.name], field.type)
-            except msgspec.MsgspecError as error:
-                raise FlowInferError(f"{field.name} of {kind}: {error}.") from error
-    return cls(**values)
-
-
-def convert(value: Any, kind: Any) -> Any:
-    """A plain value as a field's type; maps stand for the structs inside."""
-    if isinstance(value, dict) and isinstance(kind, type) and issubclass(kind, msgspec.Struct):
-        fields = {field.name: field.type for field in msgspec.structs.fields(kind)}
-        return kind(**{name: convert(inner, fields.get(name, Any)) for name, inner in value.items()})
-    return msgspec.convert(value, kind)
-
-
-def make_door(worker: SimWorker, plan: Plan, given: Given) -> Door | CutDoor:
-    """The way in of a running world."""
-    stage = worker.by_name[API].stage
-    return CutDoor(stage, plan, given) if isinstance(stage, Outside) else Door(stage, plan)
 
 
 def _registry() -> dict[str, float]:

@@ -18,9 +18,10 @@ import msgspec
 from flowinfer.graph.plan import API
 from flowinfer.message import Call
 from flowinfer.testing.checks import Passed
+from flowinfer.testing.doors import CutDoor
 from flowinfer.testing.faults import Injector
 from flowinfer.testing.file import Case, Fault
-from flowinfer.testing.inline import CutDoor, look_at
+from flowinfer.testing.inline import look_at
 from flowinfer.testing.mocks import Outside
 
 if TYPE_CHECKING:

@@ -14,9 +14,9 @@ from flowinfer.observe.where import requests_of
 from flowinfer.runtime.models import fetch_models
 from flowinfer.runtime.rewire.split import split
 from flowinfer.spec.tree import Node
+from flowinfer.testing.answers import copied, read_recording
 from flowinfer.testing.checkup import check
 from flowinfer.testing.file import Case, PipelineTest
-from flowinfer.testing.mocks import copied, read_recording
 from flowinfer.testing.surgery import around, mocked
 
 Given = dict[str, list[tuple[float, Message]]]  # messages of a recording by request, with seconds after the first

@@ -8,11 +8,10 @@ from pydantic import BaseModel
 
 from flowinfer.spec.docs import attribute_docs
 from flowinfer.spec.schema import DRAFT, UNITS
-from flowinfer.testing import file
+from flowinfer.testing import expect, file
 
-MODELS = {
-    name: cls for name, cls in vars(file).items() if isinstance(cls, type) and issubclass(cls, file.Strict)
-}  # by the names under which the schema defines them
+PARTS = {**vars(expect), **vars(file)}
+MODELS = {name: cls for name, cls in PARTS.items() if isinstance(cls, type) and issubclass(cls, expect.Strict)}
 
 
 def json_schema() -> dict[str, Any]:
