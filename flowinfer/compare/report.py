@@ -77,7 +77,8 @@ def _how_observed(setup: Setup) -> str:
     end = f"{setup.note}. " if setup.note else ""
     drawn = "by sessions, each arm by itself" if setup.kind == "split" else "by sessions, in pairs"
     return (
-        f"{setup.num_requests} requests of {setup.requests}, of which {format_share(setup.share)} of the sessions were {how}. "
+        f"{setup.num_requests} requests of {setup.requests}, "
+        f"of which {format_share(setup.share)} of the sessions were {how}. "
         f"Rates are for a second in which a request was open. Goodput counts requests whose first token came within "
         f"{setup.limit.ttft_s * 1e3:g} ms and each further one within {setup.limit.itl_s * 1e3:g} ms. "
         f"Intervals: bootstrap {drawn}, {setup.resamples} resamples, {setup.confidence:.0%}. {end}"

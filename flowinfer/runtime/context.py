@@ -91,7 +91,7 @@ class StageContext:
             self._group.emit(event, to)
 
     def instances(self, kind: str) -> list[str]:
-        return self._group.instances(kind)
+        return self._group.instances(kind, self.run.plan.arm)
 
     def take_over(self, request: str, *, shared: bool = False) -> bool:
         return self._group.take_over(request, shared=shared)

@@ -16,7 +16,18 @@ from typing import Any
 from flowinfer.engine.layout import KVLayout
 from flowinfer.errors import RequestError, StageError
 from flowinfer.graph.plan import API, FRONT, EdgePlan, Plan, StagePlan
-from flowinfer.message import Cancel, Ended, Event, Failure, KVRelease, Message, TraceAsk, TraceTold
+from flowinfer.message import (
+    Cancel,
+    Ended,
+    Event,
+    Failure,
+    HandOff,
+    KVRelease,
+    Message,
+    Replay,
+    TraceAsk,
+    TraceTold,
+)
 from flowinfer.observe.logs import now
 from flowinfer.runtime.closed import ClosedRequests
 from flowinfer.runtime.context import StageContext
@@ -337,8 +348,19 @@ class Group:
             self.end(event.ids)
         elif isinstance(event, TraceAsk):
             self._tell_trace(event.id)
+        other = self._other_arm(event)
         for run in self._listening(type(event)):
-            self._work(run, lambda run=run: run.stage.observe(event))  # type: ignore[misc]
+            if run.plan.arm != other or not other:
+                self._work(run, lambda run=run: run.stage.observe(event))  # type: ignore[misc]
+
+    def _other_arm(self, event: Event) -> str:
+        """Of an event that brings a request here, the arm whose stages it's no concern of; of others, none."""
+        carried = event.sequence if isinstance(event, HandOff) else event.prompt if isinstance(event, Replay) else None
+        if carried is None:
+            return ""
+        if carried.id not in self.closed:
+            self.learn_arm(carried)
+        return "a" if carried.arm == "b" else "b"
 
     def _tell_trace(self, request: str) -> None:
         if self.trace is None:
@@ -451,8 +473,8 @@ class Group:
         if debt is not None:
             self.settle((debt,))
 
-    def instances(self, kind: str) -> list[str]:
-        """Other live workers that run a stage of this kind and take new requests; here there are none."""
+    def instances(self, kind: str, arm: str = "") -> list[str]:
+        """Other live workers that run a stage of this kind for this arm and take new requests; here there are none."""
         return []
 
     def take_over(self, request: str, *, shared: bool) -> bool:

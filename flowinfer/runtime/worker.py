@@ -333,8 +333,9 @@ class Worker(Group):
         worker = self.plan.stages[edge.source].worker
         return [peer for peer in self.peers if self._worker_of(peer) == worker]
 
-    def instances(self, kind: str) -> list[str]:
-        workers = {stage.worker for stage in self.plan.stages.values() if stage.kind == kind}
+    def instances(self, kind: str, arm: str = "") -> list[str]:
+        other = "a" if arm == "b" else "b"
+        workers = {stage.worker for stage in self.plan.stages.values() if stage.kind == kind and stage.arm != other}
         return [x for x in self.peers if self._worker_of(x) in workers and x not in self.member.leaving]
 
     def take_over(self, request: str, *, shared: bool) -> bool:
