@@ -53,7 +53,8 @@ class ChatWriter(Chunks):
 
     def event(self, index: int, piece: Piece) -> bytes:
         out = b""
-        self.note(index, piece)
+        if not self._plain:
+            self.note(index, piece)
         if index not in self._opened:
             self._opened.add(index)
             out = self._chunk(index, {"role": "assistant", "content": ""})
@@ -61,7 +62,7 @@ class ChatWriter(Chunks):
             out += self._chunk(index, _thought(piece.reasoning))
         if piece.logprobs and self._logprobs:
             out += self._chunk(index, {"content": piece.text}, logprobs=chat_logprobs(piece.logprobs))
-        elif piece.text and not self._shape.plain:
+        elif piece.text and not self._plain:
             out += self._chunk(index, {"content": piece.text})
         elif piece.text:
             before, after = self._halves.get(index) or self._split(index)

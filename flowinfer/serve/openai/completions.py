@@ -116,12 +116,13 @@ class CompletionWriter(Chunks):
         return b""
 
     def event(self, index: int, piece: Piece) -> bytes:
-        self.note(index, piece)
+        if not self._plain:
+            self.note(index, piece)
         out = b"" if index in self._lengths else self._echo(index, piece)
         if piece.logprobs and self._logprobs:
             logprobs = completion_logprobs(piece.logprobs, self._lengths[index])
             out += self._chunk(index, piece.text, logprobs=logprobs)
-        elif piece.text and not self._shape.plain:
+        elif piece.text and not self._plain:
             out += self._chunk(index, piece.text)
         elif piece.text:
             before, after = self._halves.get(index) or self._split(index)

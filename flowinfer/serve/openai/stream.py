@@ -40,7 +40,7 @@ class Chunks:
     """Base of the writers. A stream is kept alive by comments; an error is data, and ends it without [DONE]."""
 
     def __init__(self, head: dict[str, Any], shape: StreamShape) -> None:
-        self._frame_head, self._shape = head, shape
+        self._frame_head, self._shape, self._plain = head, shape, shape.plain
         self._spent: dict[int, list[int]] = {}  # tokens of prompt and answer so far, by choice
 
     def idle(self) -> bytes:
