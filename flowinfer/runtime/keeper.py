@@ -21,12 +21,12 @@ import sys
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from types import FrameType
 from typing import Any, NoReturn
 
 from flowinfer.runtime.kept import MAX_MESSAGE, Kept
+from flowinfer.runtime.signals import watched_signals
 
 MAX_DEATHS, WITHIN_S = 5, 60.0  # a supervisor that dies as often ends the service
 END_S = 3.0  # for workers to leave by themselves once the life pipe is closed
@@ -73,7 +73,7 @@ class _Keeper:
             os.set_blocking(fd, False)
 
     def keep(self) -> int:
-        with self._watched_signals() as restore:
+        with watched_signals(self._count_signal, self._wake_write) as restore:
             while True:
                 ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
                 self.num_started += 1
@@ -215,30 +215,8 @@ class _Keeper:
         with contextlib.suppress(BlockingIOError):
             os.read(self._wake_read, 4_096)
 
-    @contextlib.contextmanager
-    def _watched_signals(self) -> Iterator[Callable[[], None]]:
-        """SIGINT and SIGTERM are counted for the supervisor; gives what puts everything back as it was."""
-
-        def count(number: int, frame: FrameType | None) -> None:
-            self.signals += 1
-
-        def wake(number: int, frame: FrameType | None) -> None:
-            return
-
-        handlers = {signal.SIGINT: count, signal.SIGTERM: count, signal.SIGCHLD: wake}
-        before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
-        fd = signal.set_wakeup_fd(self._wake_write, warn_on_full_buffer=False)
-
-        def restore() -> None:
-            signal.set_wakeup_fd(fd)
-            for number, handler in before.items():
-                signal.signal(number, handler)
-
-        try:
-            yield restore
-        finally:
-            if signal.getsignal(signal.SIGCHLD) is wake:
-                restore()
+    def _count_signal(self) -> None:
+        self.signals += 1
 
 
 def orphans(parent: int) -> list[int]:

@@ -5,13 +5,10 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
-import shutil
-import signal
 import time
 import traceback
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
-from types import FrameType
 
 import msgspec
 
@@ -20,11 +17,12 @@ from flowinfer.codec import Header, schema_digest
 from flowinfer.errors import FlowInferError
 from flowinfer.graph.plan import API, FRONT, Plan
 from flowinfer.message import Drain, Event, LeaseQuery, LeaseReport, Message, Serving, WorkerDown, WorkerUp
-from flowinfer.observe import logs
 from flowinfer.runtime.arenas import Ranges, arena_fds, give_spare_back, make_arenas, model_layouts, take_spare
-from flowinfer.runtime.boot import ArenaRange, Boot, Report
+from flowinfer.runtime.boot import Report
+from flowinfer.runtime.boots import boot_of
 from flowinfer.runtime.child import Child
 from flowinfer.runtime.events import SUPERVISOR, Heartbeat, Opening, Ready, Running, Stop
+from flowinfer.runtime.handover import Handover
 from flowinfer.runtime.kept import Kept
 from flowinfer.runtime.listening import address, listen
 from flowinfer.runtime.loading import LoadStage
@@ -36,7 +34,8 @@ from flowinfer.runtime.rewire.experiment import attend
 from flowinfer.runtime.rewire.journal import Journal
 from flowinfer.runtime.rewire.protocol import Service, Source
 from flowinfer.runtime.run_dir import RunDir
-from flowinfer.runtime.state import State, save
+from flowinfer.runtime.signals import watched_signals
+from flowinfer.runtime.state import State
 from flowinfer.runtime.takeover import acquire, take_over
 
 HUNG_S = 60.0  # without a heartbeat; a prefill step of a long prompt may take seconds on few cores
@@ -44,7 +43,6 @@ LOADING_S = 1_800.0  # for `open`, which may convert a model
 LEASES_S = 1.0  # for peers to say which blocks of a dead worker they read
 STOP_S = 5.0  # from Stop to SIGKILL
 TICK_S = 0.5
-MAX_PAST = 32  # plans that `rollback` can still go back to after a takeover
 CRASHED = 70  # exit code of a supervisor that met a bug: EX_SOFTWARE of sysexits.h
 
 Say = Callable[[str], None]
@@ -80,6 +78,7 @@ class Supervisor:
     ) -> None:
         self.plan = plan
         self.keeper, self.left = keeper, left
+        self.handover = Handover(self)
         self.census: dict[str, Running] = {}  # what workers answered who runs what
         self.controller = Controller(self, source or Source(file=plan.file), journal or Journal(plan.name))
         self.start_s = 0.0  # what the last start took
@@ -94,8 +93,6 @@ class Supervisor:
         self.load = LoadStage(Path(plan.file).parent, plan.allow_local)
         self.last_generation = 0
         self.engines: list[str] = []
-        self._num_arenas = 0
-        self._is_unsaved = False
         self.arenas = Ranges()
         self.children = _children(plan)
 
@@ -106,8 +103,8 @@ class Supervisor:
                 self._acquire(stack)
             else:
                 acquire(self, stack, self.left)
-            with self._watched_signals(), self._bugs_end_this_process():
-                self._listen_to_keeper()
+            with watched_signals(self._count_signal, self.channel.wake_fd), self._bugs_end_this_process():
+                self.handover.listen()
                 if self.left is None:
                     self.open_control(stack)
                     self._start()
@@ -130,10 +127,7 @@ class Supervisor:
             stack.callback(os.close, self.life_fd)
         else:
             self.life_fd = self.keeper.life_fd
-            if self.listener is not None:
-                self.keeper.hold("listener", self.listener.fileno())
-            self.keeper.hold("lock", self.run_dir.lock_fd)
-        self._hold_arenas()
+        self.handover.hold()
         self.channel = Channel(SUPERVISOR, epoch=self.plan.epoch, keys=load_keys(self.plan.network))
         stack.callback(self.channel.close)
         self.endpoints = bind(self.channel, self.plan.network, self.run_dir.path)
@@ -206,64 +200,16 @@ class Supervisor:
         pid = self.keeper.keeper if self.keeper is not None else os.getpid()
         return Service(name=self.plan.name, pid=pid, controller=os.getpid(), address=where, file=self.plan.file)
 
-    # -- memory --------------------------------------------------------------------------------------------------------
-
-    def _hold_arenas(self) -> None:
-        for fd in arena_fds(self.arenas) if self.keeper is not None else ():
-            self._num_arenas += 1
-            self.keeper.hold(f"arena {os.getpid()} {self._num_arenas}", fd)
-
     def close_arenas(self) -> None:
         """Lets go of the KV memory; it goes with its last user."""
-        fds = arena_fds(self.arenas)
-        for name, fd in list(self.keeper.fds.items()) if self.keeper is not None else ():
-            if fd in fds:
-                self.keeper.release(name)
-        for fd in fds:
+        self.handover.release_arenas()
+        for fd in arena_fds(self.arenas):
             os.close(fd)
         self.arenas = Ranges()
 
-    # -- for who takes over --------------------------------------------------------------------------------------------
-
     def save(self) -> None:
         """Writes down what another supervisor has to know should this one die now."""
-        if self.keeper is None:
-            return
-        fds = arena_fds(self.arenas)
-        state = State(
-            plan=self.plan,
-            source=self.controller.source,
-            schema=schema_digest(),
-            endpoints=self.endpoints,
-            children=tuple(child.known() for child in self.children.values()),
-            layouts=self.layouts,
-            engines=tuple(self.engines),
-            arenas=dict(self.arenas),
-            spares=tuple(self.arenas.spares),
-            fds={fd: name for name, fd in self.keeper.fds.items() if fd in fds},
-            last_generation=self.last_generation,
-            start_s=self.start_s,
-            number=self.controller.number,
-            past=tuple(self.controller.past[-MAX_PAST:]),
-            change=self.controller.underway,
-        )
-        try:
-            save(self.run_dir.path, state)
-        except OSError as error:
-            if not self._is_unsaved:
-                self.say(f"{self.run_dir.path} can't be written ({error.strerror}): nobody could take over from here.")
-            self._is_unsaved = True
-        else:
-            self._is_unsaved = False
-
-    def _listen_to_keeper(self) -> None:
-        if self.keeper is not None:
-            self.keeper.listen(self.channel.wake, self._end_with_keeper)
-
-    def _end_with_keeper(self) -> None:
-        """Called in a thread: the keeper has died, so workers end by themselves, and this process must as well."""
-        shutil.rmtree(self.run_dir.path, ignore_errors=True)
-        os._exit(1)
+        self.handover.save()
 
     def _serve(self) -> None:
         while not self._signals:
@@ -427,7 +373,7 @@ class Supervisor:
         self.channel.raise_epoch(plan.epoch)
         self.layouts = model_layouts(plan, self.load)
         self.arenas = make_arenas(plan, self.layouts)
-        self._hold_arenas()
+        self.handover.hold()
         self.children = _children(plan, self.last_generation)
         self.engines = [child.name for child in self.children.values() if child.worker in self.layouts]
         self.start_all()
@@ -436,25 +382,7 @@ class Supervisor:
 
     def spawn(self, child: Child, plan: Plan | None = None) -> None:
         child.generation += 1
-        listener = self.listener if child.name == self._front else None
-        arenas = tuple(self._quarantine(child, arena) for arena in self.arenas.get(child.name, ()))
-        boot = Boot(
-            plan=plan or self.plan,
-            worker=child.worker,
-            replica=child.replica,
-            generation=child.generation,
-            run_dir=str(self.run_dir.path),
-            supervisor_data=self.endpoints.data,
-            supervisor_control=self.endpoints.control,
-            life_fd=self.life_fd,
-            threads=self._threads(child.worker, plan or self.plan),
-            device=(plan or self.plan).workers[child.worker].device,
-            engine_index=self.engines.index(child.name) if child.name in self.engines else 0,
-            num_engines=max(1, len(self.engines)),
-            listener_fd=listener.fileno() if listener else None,
-            arenas=arenas,
-        )
-        fds = [self.life_fd, *(arena.fd for arena in arenas), *([listener.fileno()] if listener else [])]
+        boot, fds = boot_of(self, child, plan or self.plan)
         try:
             pid = child.start(boot, fds, time.monotonic())
         except OSError as error:  # as of a machine that has no process to spare
@@ -471,32 +399,6 @@ class Supervisor:
             raise StartError(child.name, report)
         child.postpone(time.monotonic())
         self.say(f"{report.error}. Trying again in {child.restart_at - time.monotonic():.1f} s.")
-
-    def _quarantine(self, child: Child, arena: ArenaRange) -> ArenaRange:
-        """The range, with the blocks in it that others still read from the dead generation."""
-        mine = range(arena.first_block, arena.end_block)
-        leases = {
-            request: (lessee, tuple(b for b in blocks if b in mine))
-            for request, (lessee, blocks) in child.leases.items()
-        }
-        return ArenaRange(
-            layout=arena.layout,
-            fd=arena.fd,
-            num_blocks=arena.num_blocks,
-            first_block=arena.first_block,
-            end_block=arena.end_block,
-            shared=arena.shared,
-            quarantined={request: lease for request, lease in leases.items() if lease[1]},
-        )
-
-    def _threads(self, worker: str, plan: Plan) -> int:
-        """Threads as the file says; 0 shares the cores among the workers that run models."""
-        asked = plan.workers[worker].threads
-        engines = sum(plan.workers[name].replicas for name in self.layouts if name in plan.workers)
-        if asked or worker not in self.layouts:
-            return asked or 1
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        return max(1, cores // engines)
 
     def _welcome(self, child: Child, ready: Ready) -> None:
         if child.state != "starting":
@@ -587,35 +489,8 @@ class Supervisor:
         """How often people asked for the end; Ctrl-C reaches the keeper and this process, and counts once."""
         return max(self._own_signals, self.keeper.signals if self.keeper is not None else 0)
 
-    @contextlib.contextmanager
-    def _watched_signals(self) -> Iterator[None]:
-        """SIGINT and SIGTERM are counted; they and SIGCHLD end the wait of the loop."""
-
-        def count(number: int, frame: FrameType | None) -> None:
-            self._own_signals += 1
-
-        def wake(number: int, frame: FrameType | None) -> None:
-            return
-
-        handlers = {signal.SIGINT: count, signal.SIGTERM: count, signal.SIGCHLD: wake}
-        before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
-        fd = signal.set_wakeup_fd(self.channel.wake_fd, warn_on_full_buffer=False)
-        try:
-            yield
-        finally:
-            signal.set_wakeup_fd(fd)
-            for number, handler in before.items():
-                signal.signal(number, handler)
-
-
-def _logged(folder: Path, say: Say) -> Say:
-    """Says a line and keeps it for `flowinfer logs`: who died, what was started again."""
-
-    def both(line: str) -> None:
-        logs.note(folder, line, worker=SUPERVISOR)
-        say(line)
-
-    return both
+    def _count_signal(self) -> None:
+        self._own_signals += 1
 
 
 def _children(plan: Plan, last_generation: int = 0) -> dict[str, Child]:

@@ -22,8 +22,8 @@ from flowinfer.runtime.arenas import (
     take_spare,
 )
 from flowinfer.runtime.boot import ArenaRange, Boot, Report, report_path
+from flowinfer.runtime.boots import quarantined
 from flowinfer.runtime.child import FIRST_BACKOFF_S, HEALTHY_S, LAST_BACKOFF_S, Child
-from flowinfer.runtime.supervisor import Supervisor
 from flowinfer.stage import Contract, ModelUse, Stage, StageConfig
 
 LAYOUT = KVLayout(model="m", dtype="float32", num_layers=2, num_kv_heads=1, head_dim=8)  # 8 KiB a block
@@ -94,11 +94,10 @@ def test_a_private_arena_fits_the_size() -> None:
 
 
 def test_blocks_that_others_still_read_are_quarantined_in_the_next_generation() -> None:
-    supervisor = Supervisor(plan_of(front=worker("front", 4)))
-    child = supervisor.children["front.0"]
+    child = Child("front.0", "front", 0)
     child.leases = {"r1": ("decode.0", [3, 4, 9]), "r2": ("decode.0", [8])}
     share = ArenaRange(layout=LAYOUT, fd=0, num_blocks=16, first_block=4, end_block=8)
-    assert supervisor._quarantine(child, share).quarantined == {"r1": ("decode.0", (4,))}
+    assert quarantined(child, share).quarantined == {"r1": ("decode.0", (4,))}
 
 
 def test_boot_data_survives_json() -> None:

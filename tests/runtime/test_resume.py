@@ -31,7 +31,7 @@ SOME = {"a.0": runs(5, "switched"), "b.0": runs(4, "prepared")} | BORN
 ALL = {"a.0": runs(5, "drained"), "b.0": runs(5, "drained")} | BORN
 
 
-@pytest.mark.parametrize(("step", "census"), itertools.product(BEFORE_SWITCH, (NONE, SOME)))
+@pytest.mark.parametrize(("step", "census"), [*itertools.product(BEFORE_SWITCH, (NONE, SOME))])
 def test_before_the_switch_a_change_is_undone_and_a_return_goes_on(step: str, census: dict[str, Running]) -> None:
     assert decide(change("beside", step), census) == "abandon"
     assert decide(change("revert", step), census) == "revert"

@@ -1,0 +1,58 @@
+"""Makes what a worker process is started with from what its supervisor has."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from flowinfer.graph.plan import Plan
+from flowinfer.runtime.boot import ArenaRange, Boot
+from flowinfer.runtime.child import Child
+
+if TYPE_CHECKING:
+    from flowinfer.runtime.supervisor import Supervisor
+
+
+def boot_of(supervisor: Supervisor, child: Child, plan: Plan) -> tuple[Boot, list[int]]:
+    """The boot data of the next process of this instance, and the file descriptors that it inherits."""
+    listener = supervisor.listener if child.name == supervisor.front else None
+    arenas = tuple(quarantined(child, arena) for arena in supervisor.arenas.get(child.name, ()))
+    engines = supervisor.engines
+    boot = Boot(
+        plan=plan,
+        worker=child.worker,
+        replica=child.replica,
+        generation=child.generation,
+        run_dir=str(supervisor.run_dir.path),
+        supervisor_data=supervisor.endpoints.data,
+        supervisor_control=supervisor.endpoints.control,
+        life_fd=supervisor.life_fd,
+        threads=_threads(supervisor, child.worker, plan),
+        device=plan.workers[child.worker].device,
+        engine_index=engines.index(child.name) if child.name in engines else 0,
+        num_engines=max(1, len(engines)),
+        listener_fd=listener.fileno() if listener else None,
+        arenas=arenas,
+    )
+    return boot, [boot.life_fd, *(arena.fd for arena in arenas), *([listener.fileno()] if listener else [])]
+
+
+def quarantined(child: Child, arena: ArenaRange) -> ArenaRange:
+    """The range, with the blocks in it that others still read from the dead generation."""
+    mine = range(arena.first_block, arena.end_block)
+    leases = {
+        request: (lessee, tuple(b for b in blocks if b in mine)) for request, (lessee, blocks) in child.leases.items()
+    }
+    return msgspec.structs.replace(arena, quarantined={id: lease for id, lease in leases.items() if lease[1]})
+
+
+def _threads(supervisor: Supervisor, worker: str, plan: Plan) -> int:
+    """Threads as the file says; 0 shares the cores among the workers that run models."""
+    asked = plan.workers[worker].threads
+    engines = sum(plan.workers[name].replicas for name in supervisor.layouts if name in plan.workers)
+    if asked or worker not in supervisor.layouts:
+        return asked or 1
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, cores // engines)
