@@ -95,15 +95,6 @@ _RATIOS: tuple[tuple[str, str, Unit, bool], ...] = (
 NAMES: tuple[str, ...] = (*(row[0] for row in _PER_REQUEST), *(row[0] for row in _RATIOS), "memory")
 
 
-def figures_titles() -> dict[str, str]:
-    """The title of each figure, by name."""
-    return {
-        **{name: title for name, title, _, _ in _PER_REQUEST},
-        **{name: title for name, title, _, _ in _RATIOS},
-        "memory": "memory",
-    }
-
-
 def unit_of(name: str) -> Unit:
     """The unit of a figure."""
     return {row[0]: row[2] for row in _RATIOS}.get(name, "bytes" if name == "memory" else "s")

@@ -38,7 +38,7 @@ def flowinfer(*arguments: str, cwd: Path, **env: str) -> str:
     done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, check=False, env=os.environ | more)
     if done.returncode:
         raise RuntimeError(f"{shlex.join(command)}:\n{done.stdout}{done.stderr}")
-    return "\n".join(line.rstrip() for line in done.stdout.strip("\n").splitlines())
+    return "\n".join(line.rstrip() for line in done.stdout.splitlines()).strip("\n")
 
 
 def block(mark: str) -> list[str]:
@@ -56,7 +56,7 @@ def compare(folder: Path) -> str:
 
 
 def sweep(folder: Path) -> str:
-    return flowinfer(*block("command: sweep"), cwd=folder, COLUMNS="170")
+    return flowinfer(*block("command: sweep"), cwd=folder, COLUMNS="160")
 
 
 def experiment(folder: Path) -> str:
