@@ -69,19 +69,19 @@ def replay(
 
     Every replay of a recording does the same. Exit code 1 when an answer differs from the recorded one.
     """
-    from flowinfer.flow.file import read
+    from flowinfer.flow.file import read, read_header
     from flowinfer.flow.replay import against, cut
     from flowinfer.flow.replay import replay as run
     from flowinfer.graph import load_plan
 
     pace = _speed(speed)
-    found = read(recording)
-    header = found.header
+    header = read_header(recording)
     overlays = () if pipeline else header.overlays
     plan = load_plan(pipeline or header.file, overlays, (*(() if pipeline else header.sets), *sets), allow_local)
     part = cut(plan, first, last)
     if missing := [edge.name for edge in part.inward if edge.name not in header.edges]:
         raise FlowInferError(f"{recording} holds nothing of the edge {missing[0]}.", help="Cut at another stage.")
+    found = read(recording, {edge.name for edge in (*part.inward, *part.outward)})
     if found.cut_off:
         click.echo(f"{recording} ends in the middle of a message; what stands before it is replayed.", err=True)
     click.echo(f"replaying through {', '.join(part.stages)}" + ("" if plan.digest == header.digest else " (changed)"))

@@ -7,7 +7,7 @@ MAGIC, then parts of [length: u32][bytes]. The first part is the header, as JSON
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, get_args
 
@@ -16,7 +16,7 @@ import msgspec
 from flowinfer.codec import Codec, CodecError, schema_of
 from flowinfer.codec import Header as FrameHeader
 from flowinfer.errors import FlowInferError
-from flowinfer.message import Message, type_registry
+from flowinfer.message import Message
 
 MAGIC = b"FLOW1\n"
 EVENTS = ""  # the edge of control events
@@ -78,8 +78,22 @@ class Recording(msgspec.Struct):
     cut_off: bool
 
 
-def read(path: Path) -> Recording:
-    """Reads a recording. Raises FlowInferError for what isn't one, is damaged, or holds messages of another version."""
+def read_header(path: Path) -> Header:
+    """The header of a recording. Raises FlowInferError for what isn't one or is damaged."""
+    return _read(path)[0]
+
+
+def read(path: Path, edges: Collection[str] | None = None) -> Recording:
+    """Reads a recording: all of it, or what was recorded on these edges and the control events.
+
+    Raises FlowInferError for what isn't a recording, is damaged, or holds messages of another version.
+    """
+    header, parts, cut_off = _read(path)
+    wanted = None if edges is None else {EVENTS, *edges}
+    return Recording(header, list(_records(parts, header, path, wanted)), cut_off)
+
+
+def _read(path: Path) -> tuple[Header, list[bytes], bool]:
     try:
         data = path.read_bytes()
     except OSError as error:
@@ -88,11 +102,9 @@ def read(path: Path) -> Recording:
     if not parts:
         raise FlowInferError(f"{path} is no recording.", help="`flowinfer record FILE -o x.flow` makes one.")
     try:
-        header = msgspec.json.decode(parts[0], type=Header)
+        return msgspec.json.decode(parts[0], type=Header), parts[1:], cut_off
     except msgspec.MsgspecError as error:
         raise FlowInferError(f"{path} is damaged: its header can't be read ({error}).") from error
-    _check_types(header, path)
-    return Recording(header, list(_records(parts[1:], path)), cut_off)
 
 
 def _parts(data: bytes) -> tuple[list[bytes], bool]:
@@ -106,15 +118,6 @@ def _parts(data: bytes) -> tuple[list[bytes], bool]:
         found.append(data[at : at + length])
         at += length
     return found, at != len(data)
-
-
-def _check_types(header: Header, path: Path) -> None:
-    """A type may have grown: fields behind those that were recorded, with defaults."""
-    for name, digest in header.types.items():
-        cls = type_registry.get(name)
-        if cls is None or (schema_of(cls) != digest and not _has_only_grown(cls, header.fields)):
-            message = f"{path} holds messages of type {name} as another version of FlowInfer has them."
-            raise FlowInferError(message, help="Record it again, or replay it with the version that recorded it.")
 
 
 def _has_only_grown(cls: type[Message], recorded: dict[str, tuple[str, ...]]) -> bool:
@@ -148,18 +151,38 @@ def _walk(kind: Any, found: dict[str, dict[str, bool]]) -> None:
 
 
 class _OldCodec(Codec):
-    """Reads messages whose types have been checked by the header of the file."""
+    """Reads messages whose types may have grown: fields behind those that were recorded, with defaults."""
+
+    def __init__(self, header: Header, path: Path) -> None:
+        super().__init__()
+        self._header, self._path = header, path
+        self._known: dict[str, bool] = {}
 
     def _is_known(self, cls: type[Message], header: FrameHeader) -> bool:
+        name = cls.__name__
+        if name not in self._known:
+            same = header.schema == schema_of(cls)
+            self._known[name] = same or _has_only_grown(cls, self._header.fields)
+        if not self._known[name]:
+            message = f"{self._path} holds messages of type {name} as another version of FlowInfer has them."
+            raise OtherVersion(message, help="Record it again, or replay it with the version that recorded it.")
         return True
 
 
-def _records(parts: Sequence[bytes], path: Path) -> Iterator[Record]:
-    codec = _OldCodec()
+class OtherVersion(FlowInferError):
+    """A recording whose messages can't be read by this version."""
+
+
+def _records(parts: Sequence[bytes], header: Header, path: Path, edges: Collection[str] | None) -> Iterator[Record]:
+    codec = _OldCodec(header, path)
     for number, part in enumerate(parts, start=1):
         try:
             at, edge, frames = msgspec.msgpack.decode(part, type=tuple[float, str, list[bytes]])
+            if edges is not None and edge not in edges:
+                continue
             _, (message,) = codec.decode(frames)
+        except OtherVersion:
+            raise
         except (msgspec.MsgspecError, CodecError, ValueError, IndexError) as error:
             raise FlowInferError(f"{path} is damaged: message {number} can't be read ({error}).") from error
         yield Record(at, edge, message)

@@ -124,15 +124,15 @@ def copied(message: Message) -> Message:
     return codec.decode(codec.encode(FrameHeader(type(message).__name__, "test", 1), [message]))[1][0]
 
 
-_recordings: dict[tuple[str, int, int], list[Record]] = {}
+_recordings: dict[tuple[str, int, int, frozenset[str]], list[Record]] = {}
 
 
-def read_recording(path: str) -> list[Record]:
-    """The records of a recording; read once, as long as the file stays as it is."""
+def read_recording(path: str, edges: Collection[str]) -> list[Record]:
+    """What was recorded on these edges; read once, as long as the file stays as it is."""
     file = Path(path)
     if not file.exists():
         raise FlowInferError(f"There is no recording {path}.", help="flowinfer record FILE -o x.flow makes one.")
-    key = (path, file.stat().st_mtime_ns, file.stat().st_size)
+    key = (path, file.stat().st_mtime_ns, file.stat().st_size, frozenset(edges))
     if key not in _recordings:
-        _recordings[key] = read(file).records
+        _recordings[key] = read(file, edges).records
     return _recordings[key]

@@ -36,7 +36,8 @@ class Mock(Stage):
     Config = MockConfig
 
     def open(self) -> None:
-        self._answers = Answers.of(read_recording(self.config.recording), self.config.inward, self.config.outward)
+        inward, outward = self.config.inward, self.config.outward
+        self._answers = Answers.of(read_recording(self.config.recording, {*inward, *outward}), inward, outward)
         self._open: set[str] = set()
 
     def take(self, messages: Sequence[Any]) -> None:

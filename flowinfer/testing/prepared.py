@@ -68,7 +68,7 @@ def _add_recorded(ready: Prepared, recording: Path) -> None:
     """What came into the cut, as cases, and what left it, by request."""
     inward = {edge.name for edge in ready.plan.edges if edge.source == API}
     outward = {edge.name for edge in ready.plan.edges if edge.target == API}
-    records = read_recording(str(recording))
+    records = read_recording(str(recording), inward | outward)
     began: dict[str, float] = {}
     for record in records:
         for request in requests_of(record.message) if record.edge in inward else ():
