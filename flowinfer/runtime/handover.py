@@ -32,6 +32,7 @@ class Handover:
         if supervisor.listener is not None:
             keeper.hold("listener", supervisor.listener.fileno())
         keeper.hold("lock", supervisor.run_dir.lock_fd)
+        keeper.use(supervisor.run_dir.path)
         for fd in arena_fds(supervisor.arenas):
             self._num_arenas += 1
             keeper.hold(f"arena {os.getpid()} {self._num_arenas}", fd)

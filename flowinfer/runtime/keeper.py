@@ -110,9 +110,12 @@ class _Keeper:
 
     def _is_final(self, code: int) -> bool:
         """Whether the service ends with this death of its supervisor; says why it does or doesn't."""
-        if self.is_over or not self.is_serving or self.signals > 1:
+        if self.is_over or self.signals > 1:
             return True
         how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        if not self.is_serving:
+            _say(f"The controller {how} before the service had started.")
+            return True
         now = time.monotonic()
         self._deaths.append(now)
         if len(self._deaths) == self.max_deaths and now - self._deaths[0] < WITHIN_S:
@@ -162,8 +165,10 @@ class _Keeper:
                     self.fds[key] = fd
             elif name == "release":
                 os.close(self.fds.pop(value))
+            elif name == "folder":
+                self.folder = value
             elif name == "serving":
-                self.folder, self.is_serving = value, True
+                self.is_serving = True
             elif name == "over":
                 self.is_over = True
         return True

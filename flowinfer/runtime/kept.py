@@ -66,11 +66,15 @@ class Kept:
         if self.fds.pop(name, None) is not None:
             self._say(release=name)
 
-    def serving(self, folder: Path) -> None:
-        """From now on another supervisor takes over from `folder` should this one die."""
+    def use(self, folder: Path) -> None:
+        """Tells the run directory, which the keeper removes at the end."""
+        self._say(folder=str(folder))
+
+    def serving(self) -> None:
+        """From now on another supervisor takes over should this one die."""
         if not self.serves:
             self.serves = True
-            self._say(serving=str(folder))
+            self._say(serving=True)
 
     def finish(self) -> None:
         """This supervisor ends, and the service with it: nobody takes over."""

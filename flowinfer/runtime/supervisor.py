@@ -184,7 +184,7 @@ class Supervisor:
         self._serving = True
         self.save()
         if self.keeper is not None:
-            self.keeper.serving(self.run_dir.path)
+            self.keeper.serving()
 
     @property
     def front(self) -> str:

@@ -1,7 +1,8 @@
-"""A stage whose worker speaks other messages once a file is there, as after a change of FlowInfer's code on disk."""
+"""Stages that wait for a file: to speak other messages, as after a change of FlowInfer's code on disk, or to open."""
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import msgspec
@@ -20,3 +21,14 @@ class Altered(CallRelay):
     def open(self) -> None:
         if Path(self.config.changed).exists():
             msgspec.defstruct("Extra", [("id", str)], bases=(Message,), module="flowinfer.message")
+
+
+class Blocked(CallRelay):
+    """Opens once a file is there."""
+
+    class Config(StageConfig):
+        gate: str
+
+    def open(self) -> None:
+        while not Path(self.config.gate).exists():
+            time.sleep(0.01)

@@ -226,3 +226,18 @@ def test_workers_that_listen_on_tcp_are_found_again(start: Start, tmp_path: Path
     change.go_round()
     change.must_apply(plan, "relay")
     change.check_ends()
+
+
+def test_a_controller_that_dies_before_the_service_has_started_leaves_nothing(start: Start, tmp_path: Path) -> None:
+    plan = loaded(tmp_path)
+    blocked = msgspec.structs.replace(
+        plan.stages["relay"], kind="altered:Blocked", config={"gate": str(tmp_path / "gate")}
+    )
+    service = start(msgspec.structs.replace(plan, stages=plan.stages | {"relay": blocked}), kept=True)
+    until(lambda: "middle.0: opening relay" in service.log.read_text(), "it's opening")
+    service.workers()
+    (controller,) = psutil.Process(service.process.pid).children()
+    controller.kill()
+    service.wait_gone()
+    assert service.process.returncode == 128 + signal.SIGKILL
+    assert "was ended by SIGKILL before the service had started" in service.log.read_text()
