@@ -117,12 +117,20 @@ def _service(pipeline: str, settings: Sequence[str], kv: Path) -> Iterator[Servi
     try:
         port = _port(process)
         seconds = time.perf_counter() - began
-        drain = threading.Thread(target=lambda: [None for _ in process.stdout or ()], daemon=True)
+        drain = threading.Thread(target=_drain, args=(process,), daemon=True)
         drain.start()
         yield Service(port, process, _model(port), seconds)
     finally:
         process.terminate()
         process.wait(60)
+
+
+def _drain(process: subprocess.Popen[str]) -> None:
+    """Reads what the service says; FLOWINFER_BENCH_LOG names a file that it is added to."""
+    with open(os.environ.get("FLOWINFER_BENCH_LOG", os.devnull), "a") as log:  # noqa: PTH123
+        for line in process.stdout or ():
+            log.write(line)
+            log.flush()
 
 
 def _port(process: subprocess.Popen[str]) -> int:

@@ -41,7 +41,7 @@ class StoreSettings:
     retention: Retention = field(default_factory=Retention)
     class_limits: Mapping[str, int] = field(default_factory=dict)
     tenant_limit: int | None = None
-    threads: int = 3
+    threads: int = 4
     backlog: int = 256 << 20
     sweep_s: float = 5.0
     spare: int = 0

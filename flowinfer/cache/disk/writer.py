@@ -20,7 +20,7 @@ from pathlib import Path
 from flowinfer.cache.disk.index import DiskIndex, Entry
 from flowinfer.cache.disk.io import Arena, Buffer, Files, is_aligned, within
 from flowinfer.cache.disk.records import NOT_SEALED, Record, checksum, record_size
-from flowinfer.cache.disk.segments import OpenSegment, create_segment
+from flowinfer.cache.disk.segments import OpenSegment, create_segment, segment_path
 from flowinfer.cache.sealing import TAG_BYTES, Seal, Sealer
 
 log = logging.getLogger(__name__)
@@ -81,6 +81,8 @@ class Writer:
         self._make_room, self._count, self._now = make_room, count, now
         self.lock = threading.RLock()
         self._open: dict[tuple[str, int], OpenSegment] = {}  # by class and group, last used last
+        self._spare: OpenSegment | None = None  # made ahead, since making one takes as long as writing 150 MB
+        self._spare_cls: str | None = None  # whose it is, or should be
         self._pending_bytes = 0
         self._paused_until = 0.0
         self._closed = False
@@ -150,6 +152,7 @@ class Writer:
         with self.lock:
             for key in list(self._open):
                 self._seal(key)
+            self._drop_spare()
 
     # ----------------------------------------------------------------------------------------------------- reserving
 
@@ -163,6 +166,8 @@ class Writer:
         offset = segment.reserve(size) if segment else None
         if segment is not None:
             self._open[key] = segment
+            if self._spare_cls is None and segment.end > segment.size // 2:
+                self._spare_cls = placing.cls
         if offset is None:
             segment = self._next_segment(key, may_make_room)
             offset = segment.reserve(size) if segment else None
@@ -182,13 +187,44 @@ class Writer:
         if len(self._open) >= MAX_OPEN and idle:
             self._seal(idle[0])
         try:
-            if may_make_room:
+            spare = self._take_spare(key[0])
+            if spare is None and may_make_room:
                 self._make_room(self._segment_bytes)
-            self._open[key] = self._create(key[0])
+            self._open[key] = spare or self._create(key[0])
         except OSError as error:
             self._give_up(None, error)
             return None
         return self._open[key]
+
+    def _take_spare(self, cls: str) -> OpenSegment | None:
+        if self._spare is None or self._spare_cls != cls:
+            return None
+        spare, self._spare, self._spare_cls = self._spare, None, None
+        return spare
+
+    def _make_spare(self) -> None:
+        """Makes a segment ahead, if one is wanted; writers go on meanwhile."""
+        cls = self._spare_cls
+        if cls is None or self._spare is not None:
+            return
+        try:
+            with self.lock:
+                self._make_room(self._segment_bytes)
+            made = self._create(cls)
+        except OSError:
+            self._spare_cls = None  # who needs one will find out why there is none
+            return
+        with self.lock:
+            self._spare = made
+            if self._closed:
+                self._drop_spare()
+
+    def _drop_spare(self) -> None:
+        if self._spare is not None:
+            os.close(self._spare.fd)
+            segment_path(self._folder, self._spare.id).unlink(missing_ok=True)
+            self._index.drop_segment(self._spare.id)
+            self._spare = None
 
     def _create(self, cls: str) -> OpenSegment:
         secret = secrets.token_bytes(16)
@@ -255,6 +291,7 @@ class Writer:
                 batch.done.set_result([entry.name for _, entry in results if entry and entry.name in stored])
             if not more:
                 return
+            self._make_spare()
             self._tick()
 
     def _next_group(self) -> tuple[list[_Batch], bool]:
