@@ -30,7 +30,7 @@ from flowinfer.runtime.signals import watched_signals
 
 MAX_DEATHS, WITHIN_S = 5, 60.0  # a supervisor that dies as often ends the service
 END_S = 3.0  # for workers to leave by themselves once the life pipe is closed
-_PR_SET_CHILD_SUBREAPER = 36
+_PR_SET_CHILD_SUBREAPER, _PR_SET_PDEATHSIG = 36, 1
 
 Serve = Callable[[Kept | None], int]
 
@@ -77,11 +77,11 @@ class _Keeper:
             while True:
                 ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
                 self.num_started += 1
-                pid = os.fork()
+                keeper, pid = os.getpid(), os.fork()
                 if pid == 0:
                     ours.close()
                     restore()
-                    self._become_supervisor(theirs)
+                    self._become_supervisor(theirs, keeper)
                 theirs.close()
                 self._socket = ours
                 code = self._watch(pid)
@@ -90,10 +90,13 @@ class _Keeper:
                     self._end()
                     return code if code >= 0 else 128 - code
 
-    def _become_supervisor(self, link: socket.socket) -> NoReturn:
+    def _become_supervisor(self, link: socket.socket, keeper: int) -> NoReturn:
         for fd in (self.life_write, self._wake_read, self._wake_write):
             os.close(fd)
-        kept = Kept(link, self.life_read, os.getppid(), self.num_started, self.folder, self.fds, self.exits)
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)  # until it listens to the keeper itself
+        if os.getppid() != keeper:
+            os._exit(1)
+        kept = Kept(link, self.life_read, keeper, self.num_started, self.folder, self.fds, self.exits)
         kept.signals = self.signals
         code = 1
         try:

@@ -87,6 +87,18 @@ def test_a_stop_that_comes_between_two_controllers_drains(start: Start, tmp_path
     assert len(change.service.lines("answered")) == 3
 
 
+def test_a_keeper_that_dies_before_the_service_has_started_leaves_nothing(start: Start, tmp_path: Path) -> None:
+    plan = loaded(tmp_path)
+    blocked = msgspec.structs.replace(
+        plan.stages["relay"], kind="altered:Blocked", config={"gate": str(tmp_path / "gate")}
+    )
+    service = start(msgspec.structs.replace(plan, stages=plan.stages | {"relay": blocked}), kept=True)
+    until(lambda: "middle.0: opening relay" in service.log.read_text(), "it's opening")
+    service.workers()
+    service.process.kill()
+    service.wait_gone()
+
+
 @pytest.mark.slow
 def test_a_controller_that_hangs_cannot_hold_up_a_second_signal(start: Start, tmp_path: Path) -> None:
     plan = loaded(tmp_path, calls=3, gate=str(tmp_path / "never"))
