@@ -304,6 +304,8 @@ class Gateway(Stage):
             self._record.late()
         elif piece.finish is not None and piece.finish.reason == "abort":
             self._fail(piece.id, RequestError(500, "The service gave this request up.", code="aborted"))
+        elif not entry.first_at and _says_nothing(piece):
+            self._fail(piece.id, RequestError(500, "The pipeline ended this request with no token.", code="no_answer"))
         else:
             self._record.piece(self.ledger, entry, piece, now)
             if piece.finish is not None:
@@ -399,6 +401,13 @@ class Gateway(Stage):
             self._cancelled = []
         self._record.levels(len(self.ledger), self.ledger.num_started)
         self.after_step()
+
+
+def _says_nothing(piece: Piece) -> bool:
+    """Whether an only piece is no answer: even one that stops at once has its stop token. A 200 must not hide that."""
+    if piece.finish is None or piece.finish.completion_tokens:
+        return False
+    return not (piece.tokens or piece.text or piece.reasoning or piece.calls)
 
 
 def _error_of(event: Failure) -> RequestError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import socket
 import threading
@@ -112,6 +113,49 @@ def test_leaving_in_mid_answer_cancels_all_choices(service: Any) -> None:
     connection.close()
     service.wait_sent(Cancel, first.id)
     service.wait_sent(Cancel, second.id)
+
+
+class HalfClosingProxy:
+    """Passes bytes on, both ways. When its client goes away it only stops sending on; it keeps reading the service."""
+
+    def __init__(self, service: Any) -> None:
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.address = self._listener.getsockname()
+        self._upstream = socket.create_connection(("127.0.0.1", int(service.url.rpartition(":")[2])), timeout=10)
+        threading.Thread(target=self._serve, daemon=True).start()
+
+    def _serve(self) -> None:
+        client, _ = self._listener.accept()
+        threading.Thread(target=self._read, args=(client,), daemon=True).start()
+        while data := client.recv(65536):
+            self._upstream.sendall(data)
+        self._upstream.shutdown(socket.SHUT_WR)
+
+    def _read(self, client: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while data := self._upstream.recv(65536):
+                client.sendall(data)
+
+    def close(self) -> None:
+        self._listener.close()
+        self._upstream.close()
+
+
+@pytest.mark.parametrize("begun", [True, False])
+@pytest.mark.parametrize("stream", [True, False])
+def test_leaving_behind_a_proxy_that_closes_by_half_cancels(service: Any, stream: bool, begun: bool) -> None:
+    proxy = HalfClosingProxy(service)
+    body = json.dumps(ASK | {"stream": stream}).encode()
+    connection = socket.create_connection(proxy.address, timeout=10)
+    connection.sendall(b"POST %s HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % (CHAT.encode(), len(body)) + body)
+    call = service.next_call()
+    if begun:
+        service.say(call.id, "first")
+    if begun and stream:
+        read_until(connection, b"first")
+    connection.close()
+    service.wait_sent(Cancel, call.id)
+    proxy.close()
 
 
 def test_leaving_with_half_a_body_opens_nothing(service: Any) -> None:
@@ -225,6 +269,23 @@ def test_an_aborted_answer_is_no_answer(service: Any) -> None:
     asked = Background(service)
     service.say(service.next_call().id, finish="abort")
     assert asked.result().status_code == 500
+
+
+@pytest.mark.parametrize("reason", ["length", "stop"])
+@pytest.mark.parametrize("stream", [True, False])
+def test_an_answer_without_a_token_is_no_answer(service: Any, stream: bool, reason: str) -> None:
+    asked = Background(service, stream=stream)
+    call = service.next_call()
+    service.say(call.id, finish=reason)
+    assert asked.result().status_code == 500
+    assert asked.result().json()["error"]["code"] == "no_answer"
+    service.wait_sent(Cancel, call.id)
+
+
+def test_an_answer_that_stops_at_once_is_one(service: Any) -> None:
+    asked = Background(service)
+    service.say(service.next_call().id, finish="stop", usage={"completion_tokens": 1})
+    assert (asked.result().status_code, asked.result().json()["choices"][0]["message"]["content"]) == (200, "")
 
 
 def test_one_failed_choice_fails_all(service: Any) -> None:
