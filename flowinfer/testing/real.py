@@ -57,6 +57,8 @@ class RealRun:
             self._write_orders()
             with self._service() as address:
                 self.address = address
+                if not self.is_cut:
+                    await_open(address)
                 before = self._metrics()
                 self._go()
                 self._cases()
@@ -219,6 +221,17 @@ class RealRun:
             return connection.getresponse().read().decode()
         finally:
             connection.close()
+
+
+def await_open(address: str) -> None:
+    """Returns once the door is open: the workers are connected a moment after they are ready."""
+    deadline = time.monotonic() + BACK_S
+    while time.monotonic() < deadline:
+        with contextlib.suppress(OSError, http.client.HTTPException, ValueError):
+            if ask_http(address, "GET", "/ready", None)[0] == 200:
+                return
+        time.sleep(LOOK_S)
+    raise FlowInferError("The service of the test didn't open its door.")
 
 
 def _is_count(name: str) -> bool:

@@ -1,9 +1,11 @@
-"""What looking costs: a service with and without top, trace, tap, logs and record, in turn, over the same requests.
+"""What looking costs: a service with and without top, logs, tap and trace, in turn, over the same load; and recording.
 
-Run: python tests/bench/bench_observe.py [--pairs 20] [--streams 8]. Streams run without end; windows of three seconds
-without and with a viewer alternate, so that drift cancels. Two figures a viewer: tokens/s, which anything else on the
-machine disturbs, and processor time of the service a token, which it disturbs much less. 95 % intervals are from
-a paired bootstrap of the median. The last line is an edge inside a worker at full speed, which no service comes near.
+Run: python tests/bench/bench_observe.py [--pairs 20] [--streams 16]. The graph is prod.yaml in three processes, with a
+recording in the place of the model, at the recording's pace: so the load is the same in every window, and what the
+service's processes use of the processor is its own work, not the model's. Windows without and with a viewer alternate.
+The difference, as a share of one core, is what a viewer takes from the model at most. 95 % intervals are from a paired
+bootstrap of the median. The last lines: a recorder in a graph with the real model; a tap on an edge inside a worker at
+full speed, which no service comes near.
 """
 
 from __future__ import annotations
@@ -11,7 +13,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import http.client
-import itertools
 import json
 import os
 import random
@@ -23,12 +24,14 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import psutil
-from harness import Service, machine, prompt_ids, service
+from harness import machine, prompt_ids
 
 from flowinfer.compare.arms import LocalArm
 from flowinfer.compare.asks import Ask
@@ -42,6 +45,10 @@ from flowinfer.runtime.rewire.control import ask, find
 from flowinfer.runtime.rewire.protocol import Request, Tap
 from flowinfer.runtime.tap import Taps
 from flowinfer.stage import Stage
+from flowinfer.testing.file import Mock
+from flowinfer.testing.real import await_open
+from flowinfer.testing.serve import PLAN
+from flowinfer.testing.surgery import mocked
 
 PIPELINES = Path(__file__).parents[2] / "pipelines"
 WINDOW_S, GAP_S = 3.0, 0.5  # of one measurement, and for what was switched to take hold
@@ -49,34 +56,33 @@ Pair = tuple[float, float]  # without, with
 
 
 class Load:
-    """Streams without end; `tokens` counts what has come."""
+    """Streams without end over HTTP; `tokens` counts what has come."""
 
-    def __init__(self, running: Service, streams: int) -> None:
+    def __init__(self, running: Running, streams: int) -> None:
         self.running, self.tokens, self.over = running, 0, False
-        self._seeds = itertools.count(1)
         self._threads = [threading.Thread(target=self._run, daemon=True) for _ in range(streams)]
         for thread in self._threads:
             thread.start()
 
     def _run(self) -> None:
+        chat = {"messages": [{"role": "user", "content": "Name three primary colors."}], "max_tokens": 24}
+        body = json.dumps({"model": "smollm2-135m", "temperature": 0, "stream": True, **chat})
+        connection = http.client.HTTPConnection("127.0.0.1", self.running.port, timeout=600)
         while not self.over:
-            body = {"model": self.running.model, "prompt": prompt_ids(64, seed=next(self._seeds)), "max_tokens": 200}
-            body |= {"temperature": 0, "stream": True, "ignore_eos": True}
-            connection = http.client.HTTPConnection("127.0.0.1", self.running.port, timeout=600)
-            connection.request("POST", "/v1/completions", json.dumps(body), {"content-type": "application/json"})
-            for line in connection.getresponse():
-                self.tokens += line.startswith(b"data: {")  # without drafts, an event is a token
-                if self.over:
-                    break
-            connection.close()
+            connection.request("POST", "/v1/chat/completions", body, {"content-type": "application/json"})
+            response = connection.getresponse()
+            assert response.status == 200, response.read()
+            for line in response:
+                self.tokens += line.startswith(b"data: {")
+        connection.close()
 
     def measure(self) -> Pair:
-        """Tokens a second, and processor milliseconds of the service a token, over a window."""
+        """Events a second, and processor seconds of the service a second, over a window."""
         time.sleep(GAP_S)
-        tokens, cpu, began = self.tokens, cpu_s(self.running), time.perf_counter()
+        tokens, cpu, began = self.tokens, self.running.cpu_s(), time.perf_counter()
         time.sleep(WINDOW_S)
-        tokens, seconds = self.tokens - tokens, time.perf_counter() - began
-        return tokens / seconds, (cpu_s(self.running) - cpu) / max(1, tokens) * 1e3
+        seconds = time.perf_counter() - began
+        return (self.tokens - tokens) / seconds, (self.running.cpu_s() - cpu) / seconds
 
     def close(self) -> None:
         self.over = True
@@ -84,11 +90,42 @@ class Load:
             thread.join()
 
 
-def cpu_s(running: Service) -> float:
-    """Processor time of the service so far, in seconds."""
-    parent = psutil.Process(running.process.pid)
-    times = [one.cpu_times() for one in (parent, *parent.children(recursive=True))]
-    return sum(one.user + one.system for one in times)
+@dataclass
+class Running:
+    """A service of this benchmark. pid: as `--service` takes it."""
+
+    pid: int
+    port: int
+
+    def cpu_s(self) -> float:
+        """Processor time of its processes so far, in seconds."""
+        parent = psutil.Process(self.pid)
+        times = [one.cpu_times() for one in (parent, *parent.children(recursive=True))]
+        return sum(one.user + one.system for one in times)
+
+
+@contextlib.contextmanager
+def mocked_prod() -> Iterator[Running]:
+    """prod.yaml with a recording in the place of the model."""
+    mock = Mock.model_validate({"from": "prefill", "to": "verify", "worker": "decode"})
+    plan = mocked(load_plan(PIPELINES / "prod.yaml"), mock, PIPELINES / "chats.flow")
+    with tempfile.TemporaryDirectory() as folder:
+        serve = msgspec.structs.replace(plan.serve, port=0)
+        (Path(folder) / PLAN).write_bytes(msgspec.json.encode(msgspec.structs.replace(plan, serve=serve)))
+        command = [sys.executable, "-m", "flowinfer.testing.serve", folder]
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        try:
+            assert process.stdout is not None
+            line = next(line for line in process.stdout if line.startswith(("READY", "ERROR")))
+            assert line.startswith("READY"), line
+            await_open(line.removeprefix("READY").strip())
+            threading.Thread(target=process.stdout.read, daemon=True).start()
+            yield Running(process.pid, int(line.rpartition(":")[2].strip().rstrip("/")))
+        finally:
+            process.send_signal(signal.SIGINT)
+            time.sleep(0.5)
+            process.send_signal(signal.SIGINT)
+            process.wait(30)
 
 
 class Command:
@@ -112,10 +149,10 @@ class Command:
 class TapCommand(Command):
     """A tap that is stopped lets go of the edge after its lease; here it is told to."""
 
-    def __init__(self, running: Service, edge: str) -> None:
-        self._folder = find(service=str(running.process.pid))[1]
+    def __init__(self, running: Running, edge: str) -> None:
+        self._folder = find(service=str(running.pid))[1]
         self._edge = edge
-        super().__init__("tap", edge, "--json", "--service", str(running.process.pid))
+        super().__init__("tap", edge, "--json", "--service", str(running.pid))
 
     def switch(self, *, on: bool) -> None:
         super().switch(on=on)
@@ -127,7 +164,7 @@ class TapCommand(Command):
 class Tracing:
     """Tracing is on from its first question to the end of the service, so its windows without come first."""
 
-    def __init__(self, running: Service) -> None:
+    def __init__(self, running: Running) -> None:
         self._url = f"127.0.0.1:{running.port}"
 
     def switch(self, *, on: bool) -> None:
@@ -139,9 +176,9 @@ class Tracing:
         """It stays on."""
 
 
-def viewers(running: Service) -> dict[str, Callable[[], Command | TapCommand | Tracing]]:
+def viewers(running: Running) -> dict[str, Callable[[], Command | TapCommand | Tracing]]:
     """By name. trace comes last."""
-    pid = str(running.process.pid)
+    pid = str(running.pid)
     return {
         "top": lambda: Command("top", "--interval", "2", "--url", f"127.0.0.1:{running.port}"),
         "logs": lambda: Command("logs", "--follow", "--service", pid),
@@ -166,14 +203,28 @@ def windows(name: str, load: Load, seen: Command | TapCommand | Tracing, pairs: 
     return found
 
 
-def report(name: str, what: str, pairs: list[Pair], unit: str) -> None:
-    ratios = [after / before for before, after in pairs if before]
+def spread(values: list[float]) -> tuple[float, float, float]:
+    """Median, and the 95 % interval of it."""
     rng = random.Random(0)
-    resampled = sorted(statistics.median(rng.choices(ratios, k=len(ratios))) for _ in range(2_000))
-    low, high = resampled[50], resampled[-51]
+    resampled = sorted(statistics.median(rng.choices(values, k=len(values))) for _ in range(2_000))
+    return statistics.median(values), resampled[50], resampled[-51]
+
+
+def report(name: str, pairs: list[Pair], unit: str) -> None:
+    """The relative change of a speed."""
     before, after = (statistics.median(column) for column in zip(*pairs, strict=True))
-    change = f"{statistics.median(ratios) - 1:+.1%} [{low - 1:+.1%} to {high - 1:+.1%}]"
-    print(f"{name:<8} {what:<22} {before:>9.2f} {after:>9.2f} {unit:<8} {change}", flush=True)
+    change, low, high = spread([after / before - 1 for before, after in pairs])
+    print(f"{name:<28} {before:>9.2f} {after:>9.2f} {unit:<9} {change:+.1%} [{low:+.1%} to {high:+.1%}]", flush=True)
+
+
+def report_cost(name: str, pairs: list[Pair]) -> None:
+    """What more of a core the service uses."""
+    before, after = (statistics.median(column) for column in zip(*pairs, strict=True))
+    more, low, high = spread([after - before for before, after in pairs])
+    print(
+        f"{name:<28} {before:>9.3f} {after:>9.3f} {'cores':<9} {more:+.2%} of a core [{low:+.2%} to {high:+.2%}]",
+        flush=True,
+    )
 
 
 def recording(rounds: int, streams: int) -> list[Pair]:
@@ -273,29 +324,29 @@ def main() -> None:
     """Prints two lines a viewer."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--pairs", type=int, default=20)
-    parser.add_argument("--streams", type=int, default=8)
+    parser.add_argument("--streams", type=int, default=16)
     parser.add_argument("--only", default="", help="Names of viewers, with commas between.")
     args = parser.parse_args()
     only = set(args.only.split(",")) - {""}
     wanted: Callable[[str], bool] = lambda name: not only or name in only  # noqa: E731
     print(f"{machine()}; load {os.getloadavg()[0]:.1f}")
-    print("viewer   figure                   without      with          change [95 %]")
+    print("                               without      with           change [95 %]")
     if any(map(wanted, ("top", "logs", "tap", "trace"))):
-        with service("prod.yaml", "stages.verify.with.draft=none") as running:
+        with mocked_prod() as running:
             load = Load(running, args.streams)
-            time.sleep(10.0)  # warms up
+            time.sleep(5.0)  # warms up
             for name, begin in viewers(running).items():
                 if wanted(name):
                     seen = begin()
                     pairs = windows(name, load, seen, args.pairs)
                     seen.close()
-                    report(name, "throughput", [(a[0], b[0]) for a, b in pairs], "tokens/s")
-                    report(name, "processor time", [(a[1], b[1]) for a, b in pairs], "ms/token")
+                    report_cost(name, [(a[1], b[1]) for a, b in pairs])
+            print(f"({args.streams} streams, {load.measure()[0]:.0f} events/s)")
             load.close()
     if wanted("record"):
-        report("record", "throughput", recording(args.pairs // 2, args.streams), "tokens/s")
+        report("record, with the model", recording(args.pairs // 2, 8), "tokens/s")
     if wanted("edge"):
-        report("tap", "an edge at full speed", edge(3 * args.pairs), "k/s")
+        report("tap, an edge at full speed", edge(3 * args.pairs), "k/s")
 
 
 if __name__ == "__main__":
