@@ -11,9 +11,11 @@ import numpy as np
 import pytest
 
 from flowinfer.graph import load_plan
+from flowinfer.graph.arms import without_experiment
 from flowinfer.graph.plan import EdgePlan, Plan, StagePlan, WorkerPlan
 from flowinfer.message import Call, Event, HandOff, Prompt, Replay, Sampling, Sequence, Text
 from flowinfer.runtime.local import LocalService
+from flowinfer.runtime.rewire.controller import _unchanged
 from flowinfer.runtime.worker import Worker
 from flowinfer.stage import Stage
 
@@ -86,3 +88,16 @@ def test_what_moves_here_is_heard_by_the_stages_of_its_arm_and_remembered() -> N
 
 def prompt(kind: type[Any], id: str, arm: str) -> Any:
     return kind(id=id, tokens=np.zeros(2, np.int32), sampling=Sampling(), arm=arm)
+
+
+@pytest.mark.parametrize("pipeline", ["prod", "colocated", "quickstart"])
+def test_a_worker_of_arm_b_that_leaves_still_knows_all_that_it_is_connected_to(pipeline: str) -> None:
+    over = "{with: {stages: {prefill: {with: {dtype: float32}}}}, split: 50%}"
+    joint = load_plan(EXPERIMENT.parents[1] / f"{pipeline}.yaml", sets=[f"experiment={over}"])
+    assert joint.experiment is not None and joint.experiment.workers
+    for worker in joint.experiment.workers:
+        plan = _unchanged(joint, without_experiment(joint), worker)
+        for edge in plan.edges:
+            assert {plan.stages[end].worker for end in (edge.source, edge.target)} <= plan.workers.keys()
+        own = set(joint.workers[worker].stages)
+        assert [e for e in joint.edges if {e.source, e.target} & own and e not in plan.edges] == []

@@ -440,13 +440,14 @@ def compare_renewed(plan: Plan, name: str, supervisor: Supervisor) -> str:
 
 
 def _unchanged(old: Plan, new: Plan, worker: str) -> Plan:
-    """The new plan for a worker that leaves: its own stages stay as they are."""
+    """The new plan for a worker that leaves: its own stages stay as they are, with all that they are connected to."""
     own = {name: old.stages[name] for name in old.workers[worker].stages}
     names = {edge.name for edge in new.edges}
     edges = [edge for edge in old.edges if edge.name not in names and {edge.source, edge.target} & own.keys()]
+    ends = {end: old.stages[end] for edge in edges for end in (edge.source, edge.target)}
     return msgspec.structs.replace(
         new,
-        stages=new.stages | own,
+        stages=ends | new.stages | own,
         edges=(*new.edges, *edges),
-        workers=new.workers | {worker: old.workers[worker]},
+        workers=old.workers | new.workers | {worker: old.workers[worker]},
     )
