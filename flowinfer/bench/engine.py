@@ -47,7 +47,10 @@ class Settings:
 
 @dataclass
 class Cell:
-    """One figure. value: ms a step, or tokens a second; bar: vLLM's; share: of the roofline's speed; host_ms a step."""
+    """One figure. value: ms a step, or tokens a second; bar: vLLM's; share: of the roofline's speed.
+
+    host_ms: of the loop's own work a step; start_ms of it: to start the step on the device.
+    """
 
     name: str
     value: float
@@ -57,6 +60,7 @@ class Cell:
     roofline: float
     share: float
     host_ms: float | None = None
+    start_ms: float | None = None
     spread_ms: float | None = None
     experts_touched: float | None = None
     kernels: list[tuple[str, float, float]] = field(default_factory=list)  # name, calls and microseconds a step
@@ -123,12 +127,14 @@ class _Bench:
         slack = _slack(batch, context)
         prompts = [_prompt(self.config, context, i) for i in range(batch)]
         kernels = Kernels(steps + 4) if batch in self.settings.profile else None
+        before = self._started_s()
         watch = None if kernels is None else lambda: kernels.watch(self._num_full(batch))
         arrivals = self.service.answer(prompts, steps + slack + 2 * PROFILED, watch=watch)
         times, waits = _full_steps(arrivals, batch, steps)
         seconds = (times[-1] - times[0]) / (len(times) - 1)
         host = seconds - (waits[-1] - waits[0]) / (len(waits) - 1)
         touched = self._touched()
+        started = self._started_s() - before
         ops = decode_ops(self.config, batch, context + steps / 2, touched=touched, width=self.width)
         bar = bars.DECODE_MS.get(self.known, {}).get(batch)
         bar = bar if context == bars.CONTEXT.get(batch, bars.DEFAULT_CONTEXT) else None
@@ -137,7 +143,7 @@ class _Bench:
         return Cell(
             name=f"decode, {batch} x {context}", value=seconds * 1e3, unit="ms", bar=bar,
             ratio=bar / (seconds * 1e3) if bar else None, roofline=limit * 1e3, share=limit / seconds,
-            host_ms=host * 1e3, spread_ms=float(np.quantile(gaps, 0.9) - np.quantile(gaps, 0.1)) * 1e3,
+            host_ms=host * 1e3, start_ms=started / max(1, len(arrivals)) * 1e3, spread_ms=float(np.quantile(gaps, 0.9) - np.quantile(gaps, 0.1)) * 1e3,
             experts_touched=touched, kernels=kernels.found if kernels else [],
         )  # fmt: skip
 
@@ -165,6 +171,10 @@ class _Bench:
         with profile(activities=[ProfilerActivity.CUDA]) as seen:
             self.service.answer(prompts, 1)
         return summed(seen, 1)
+
+    def _started_s(self) -> float:
+        overlap = self.service.decode.overlap
+        return overlap.started_s if overlap is not None else 0.0
 
     def _touched(self) -> float | None:
         overlap = self.service.decode.overlap

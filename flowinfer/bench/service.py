@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -114,6 +115,8 @@ class EngineService:
             name="front.0", generation=1, clock=SystemClock(),
         )  # fmt: skip
         self.group.open()
+        gc.collect()
+        gc.freeze()  # as a worker does: a collection over all that torch loaded takes longer than a step
         self.client: Client = self.group.by_name["api"].stage  # type: ignore[assignment]
         self.decode: Any = self.group.by_name["decode"].stage
         self.engine = self.decode.engine

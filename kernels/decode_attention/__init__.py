@@ -21,7 +21,7 @@ from flowinfer.kernels.rope import Heads
 __all__ = ["DecodeBatch", "Scratch", "decode_attention", "decode_attention_reference", "num_splits"]
 
 MOST_SPLITS = 16
-PROGRAMS = 4 * 132  # enough to fill the multiprocessors of an H200 some times over, so that a last wave costs little
+PROGRAMS = 2 * 132  # two for each multiprocessor of an H200: more splits cost more to merge than they gain
 
 
 class DecodeBatch(NamedTuple):

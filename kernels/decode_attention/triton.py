@@ -8,6 +8,7 @@ import triton.language as tl
 from flowinfer.kernels.decode_attention import num_splits
 
 LAUNCH: tuple[int, int] | None = None  # warps and stages, to try others; None: as _launch_parameters says
+_MERGED = 8192  # numbers of partial sums that a program holds at once: 64 registers a thread
 
 
 def _launch_parameters(rows, heads):
@@ -22,13 +23,15 @@ def launch(qkv, kv, layer, heads, batch, rope, qk_norm, eps, scratch, window, si
     rows, page = qkv.shape[0], kv.shape[4]
     splits = num_splits(rows, k)
     q_norm, k_norm = qk_norm if qk_norm is not None else (None, None)
+    block_s = triton.next_power_of_2(splits)
     warps, stages = LAUNCH or _launch_parameters(rows, heads)
     _decode_attention[(k, splits, rows)](
         qkv, kv, batch.slots, batch.lengths, batch.block_tables, batch.block_tables.stride(0), *rope, q_norm, k_norm,
         sinks, *scratch, out, layer * 2 * k * page * d, kv.stride(0), d**-0.5, eps, splits,
         N=n, K=k, D=d, PAGE=page, BG=max(16, triton.next_power_of_2(n // k)), BD=max(16, triton.next_power_of_2(d)),
         NORM=qk_norm is not None, SINKS=sinks is not None, WINDOW=window, SPLIT=splits > 1,
-        BS=triton.next_power_of_2(splits),
+        BS=block_s, BC=max(1, min(triton.next_power_of_2(n // k), _MERGED // (block_s * triton.next_power_of_2(d)))),
+       
         num_warps=warps, num_stages=stages,
     )  # fmt: skip
 
@@ -54,6 +57,7 @@ def _decode_attention(
     sinks, sums, peaks, arrived, out, layer_offset, block_stride, scale, eps, splits,
     N: tl.constexpr, K: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, BG: tl.constexpr, BD: tl.constexpr,
     NORM: tl.constexpr, SINKS: tl.constexpr, WINDOW: tl.constexpr, SPLIT: tl.constexpr, BS: tl.constexpr,
+    BC: tl.constexpr,
 ):  # fmt: skip
     G: tl.constexpr = N // K
     LOG2E: tl.constexpr = 1.4426950408889634
@@ -143,18 +147,22 @@ def _decode_attention(
         before = tl.atomic_add(arrived + b * K + h, 1, sem="acq_rel", scope="gpu")
         if before == splits - 1:
             tl.store(arrived + b * K + h, 0)
-            i = tl.arange(0, BS)
-            there = i < splits
-            for head in tl.static_range(G):  # all loads at once: one after the other, they took 10 us
-                base = ((b * N + h * G + head) * splits).to(tl.int64)
-                tops = tl.load(peaks + (base + i) * 2, mask=there, other=float("-inf"), cache_modifier=".cg")
-                totals = tl.load(peaks + (base + i) * 2 + 1, mask=there, other=0.0, cache_modifier=".cg")
+            c = tl.arange(0, BC)[:, None]
+            i = tl.arange(0, BS)[None, :]
+            for first_head in tl.static_range(0, G, BC):  # all loads at once: one by one, they took 10 us
+                there = (first_head + c < G) & (i < splits)
+                base = ((b * N + h * G + first_head + c) * splits + i).to(tl.int64)
+                tops = tl.load(peaks + base * 2, mask=there, other=float("-inf"), cache_modifier=".cg")
+                totals = tl.load(peaks + base * 2 + 1, mask=there, other=0.0, cache_modifier=".cg")
                 parts = tl.load(
-                    sums + (base + i)[:, None] * D + d, mask=there[:, None] & in_d, other=0.0, cache_modifier=".cg"
-                )
-                weight = tl.exp2(tops - tl.max(tops, 0))
-                whole = tl.sum(weight[:, None] * parts, 0) / tl.sum(weight * totals, 0)
-                at = out + (b * N + h * G + head) * D + dk
-                tl.store(at, whole.to(out.dtype.element_ty), mask=dk < D)
+                    sums + base[:, :, None] * D + dk[None, None, :],
+                    mask=there[:, :, None] & (dk < D)[None, None, :], other=0.0, cache_modifier=".cg",
+                )  # fmt: skip
+                top = tl.maximum(tl.max(tops, 1), -1e30)  # heads that pad a group have none
+                weight = tl.exp2(tops - top[:, None])
+                total = tl.maximum(tl.sum(weight * totals, 1), 1e-30)
+                whole = tl.sum(weight[:, :, None] * parts, 1) / total[:, None]
+                at = out + (b * N + h * G + first_head + c) * D + d
+                tl.store(at, whole.to(out.dtype.element_ty), mask=(first_head + c < G) & in_d)
     else:
         tl.store(out_at, (acc / total[:, None]).to(out.dtype.element_ty), mask=in_g & in_d)

@@ -127,10 +127,9 @@ def _by_grouped_mm(
     from flowinfer.kernels.experts.triton import launch_sum
 
     top, num_experts = ids.shape[1], gate_up_EOH.shape[0]
-    order = ids.flatten().argsort(stable=True)
-    ends = torch.zeros(num_experts, dtype=torch.int32, device=ids.device)
-    ends.scatter_add_(0, ids.flatten().long(), torch.ones_like(ids.flatten()))
-    ends = ends.cumsum(0, dtype=torch.int32)
+    chosen, order = ids.flatten().sort(stable=True)
+    every = torch.arange(num_experts, dtype=torch.int32, device=ids.device)
+    ends = torch.searchsorted(chosen, every, right=True, out_int32=True)
     rows = x_TH[order // top]
     h = silu_mul(torch._grouped_mm(rows, gate_up_EOH.transpose(1, 2), offs=ends))
     del rows

@@ -66,11 +66,18 @@ def _most_blocks(num_pairs: int, num_experts: int, block_m: int) -> int:
 def _tiles(num_pairs: int, num_experts: int, size_in: int, element_size: int, *, gated: bool):
     """Rows of a tile by the rows that an expert gets on average; the weight tile keeps its size."""
     mean = num_pairs / num_experts
-    block_m = 16 if mean <= 12 else 32 if mean <= 28 else 64
-    block_k = 128 if size_in % 128 == 0 else 64 if size_in % 64 == 0 else 32
     if element_size == 4:
-        return block_m, 32, 32, 4, 2
-    return block_m, 32 if gated else 128 if mean > 1 else 64, block_k, 4, 3
+        return 16 if mean <= 12 else 32, 32, 32, 4, 2
+    if mean <= 12:
+        return 16, 32 if gated else 128 if mean > 1 else 64, _fitting(size_in, 128), 4, 3
+    return 64, 64, _fitting(size_in, 64), 4, 3
+
+
+def _fitting(size_in: int, most: int) -> int:
+    """The largest power of two up to `most`, at least 32, that divides size_in, else 32."""
+    while most > 32 and size_in % most:
+        most //= 2
+    return most
 
 
 @triton.jit

@@ -26,6 +26,7 @@ class Overlap:
         self.graphs, self.batch = graphs, batch
         self.flights: deque[Flight] = deque()
         self.waited_s = 0.0  # for the device, in all
+        self.started_s = 0.0  # spent on starting steps, in all
 
     def __bool__(self) -> bool:
         """Whether a step is in flight."""
@@ -53,7 +54,9 @@ class Overlap:
 
     def launch(self, slots: Ids) -> None:
         """Starts a step over these slots."""
+        began = time.perf_counter()
         self.flights.append(self.graphs.launch(slots))
+        self.started_s += time.perf_counter() - began
 
     def land(self, step: int) -> Logits | None:
         """The tokens of the oldest step, of those sequences that are still there; None where all are gone."""

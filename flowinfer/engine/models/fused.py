@@ -133,8 +133,11 @@ class FusedModel(Model):
         x = F.embedding(step.tokens, self._embed_VH)
         for index, layer in enumerate(self._layers):
             x, normed = rms_norm(x, layer.input_norm_H, eps, delta=delta)
-            attended = self._attend_step(F.linear(normed, *self._qkv[index]), kv, shared, index)
-            x, normed = rms_norm(x, layer.post_norm_H, eps, delta=F.linear(attended, *self._out[index]))
+            qkv = F.linear(normed, *self._qkv[index])
+            qk = self._write(qkv, kv, shared, index)
+            if step.logit_rows is None and index == len(self._layers) - 1:
+                return None  # keys and values were all that was wanted: what follows in the last layer serves logits
+            x, normed = rms_norm(x, layer.post_norm_H, eps, delta=self._attended(qk, qkv, kv, shared, index))
             ffn = self._ffn[index]
             if isinstance(ffn, StackedExperts):
                 logits = F.linear(normed, *_plain(ffn.router))
@@ -142,8 +145,7 @@ class FusedModel(Model):
                 delta = None
             else:
                 delta = self._dense(normed, ffn)
-        if step.logit_rows is None:
-            return None
+        assert step.logit_rows is not None, "a step without logits has returned from its last layer"
         x = x[step.logit_rows] if delta is None else x[step.logit_rows] + delta[step.logit_rows]
         _, normed = rms_norm(x, self._norm_H, eps)
         return F.linear(normed, self.head_VH).float()
@@ -166,29 +168,38 @@ class FusedModel(Model):
         sent = torch.from_numpy(blocks).to(self.device, non_blocking=True)
         return _Step(step.positions, sent, tiling, tuple(counts.tolist()) if own else None)
 
-    def _attend_step(self, qkv: Tensor, kv: Tensor, shared: _Step, index: int) -> Tensor:
+    def _write(self, qkv: Tensor, kv: Tensor, shared: _Step, index: int) -> Tensor:
         norms, eps = self._layers[index].qk_norm_D, self.config.norm_eps
-        qk = rope_write(qkv, kv, index, self.heads, shared.positions, shared.blocks, self._rope_PD, norms, eps)
+        return rope_write(qkv, kv, index, self.heads, shared.positions, shared.blocks, self._rope_PD, norms, eps)
+
+    def _attended(self, qk: Tensor, qkv: Tensor, kv: Tensor, shared: _Step, index: int) -> Tensor:
+        """Attention and its output projection, [T, H]."""
+        out = self._out[index]
         if shared.own is None:
             assert shared.tiling is not None
-            return prefill_attention(qk, kv, index, self.heads, shared.tiling)
-        return attend_own(qk, qkv, self.heads, shared.own)
+            return F.linear(prefill_attention(qk, kv, index, self.heads, shared.tiling), *out)
+        parts = attend_own(qk, qkv, self.heads, shared.own)
+        if len(parts) == 1 or out.bias is not None:
+            return F.linear(torch.cat(parts) if len(parts) > 1 else parts[0], *out)
+        whole = qkv.new_empty(qkv.shape[0], self.config.hidden_size)
+        for part, place in zip(parts, whole.split(shared.own), strict=True):
+            torch.mm(part, out.weight.t(), out=place)
+        return whole
 
 
-def attend_own(qk: Tensor, qkv: Tensor, heads: Heads, counts: tuple[int, ...]) -> Tensor:
-    """Causal attention of whole prompts over their own keys and values, [T, N D], by torch's best kernel.
+def attend_own(qk: Tensor, qkv: Tensor, heads: Heads, counts: tuple[int, ...]) -> list[Tensor]:
+    """Causal attention of whole prompts over their own keys and values, [tokens, N D] each, by torch's best kernel.
 
     qk [T, N + K, D] rotated; values are the last K heads of qkv [T, (N + 2 K) D].
     """
     n, k, d = heads
-    v = qkv.view(-1, n + 2 * k, d)[:, n + k :]
-    whole, start = qk.new_empty(qk.shape[0], n * d), 0
-    for q_part, v_part in zip(qk.split(counts), v.split(counts), strict=True):
-        q, key, value = (x.transpose(0, 1).unsqueeze(0) for x in (q_part[:, :n], q_part[:, n:], v_part))
+    values = qkv.view(-1, n + 2 * k, d)[:, n + k :]
+    outs = []
+    for qk_part, v_part in zip(qk.split(counts), values.split(counts), strict=True):
+        q, key, value = (x.transpose(0, 1).unsqueeze(0) for x in (qk_part[:, :n], qk_part[:, n:], v_part))
         attended = F.scaled_dot_product_attention(q, key, value, is_causal=True, enable_gqa=n != k)
-        whole[start : start + q.shape[2]].view(-1, n, d).copy_(attended[0].transpose(0, 1))
-        start += q.shape[2]
-    return whole
+        outs.append(attended[0].transpose(0, 1).reshape(-1, n * d))
+    return outs
 
 
 def _blocks_of_tokens(step: StepInput, counts: Int32s, block_tokens: int) -> Int32s:
