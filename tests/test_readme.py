@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from flowinfer.cli.summary import summary
 from flowinfer.engine import hub
 from flowinfer.errors import FlowInferError
 from flowinfer.graph.checker import check
@@ -83,6 +84,15 @@ def test_the_overlay_is_the_shipped_one() -> None:
     overlay = re.search(r"```yaml\n(extends: \.\./prod\.yaml.*?)```", README, re.DOTALL)
     assert overlay
     assert overlay[1] in shipped
+
+
+def test_the_experiment_is_the_shipped_one_and_checks_as_shown() -> None:
+    name = "pipelines/experiments/live-no-speculation.yaml"
+    overlay = re.search(r"```yaml\n(extends: \.\./prod\.yaml\n\nexperiment:.*?)```", README, re.DOTALL)
+    assert overlay and overlay[1] in (ROOT / name).read_text()
+    shown = re.search(rf"\$ flowinfer check {name}\n(.*?)```", README, re.DOTALL)
+    checked = check(load(ROOT / name))
+    assert shown and summary(checked).replace(f"{ROOT}/", "").startswith(shown[1].strip())
 
 
 def test_the_picture_is_current() -> None:
