@@ -79,6 +79,7 @@ class RealRun:
     @contextlib.contextmanager
     def _service(self) -> Iterator[str]:
         own = {ENV: str(self.folder), "TMPDIR": str(self.folder), "XDG_STATE_HOME": str(self.folder / "state")}
+        own |= {"FLOWINFER_KV": str(self.folder / "kv")}  # what the user's cache holds is no matter of the test
         command = [sys.executable, "-m", "flowinfer.testing.serve", str(self.folder)]
         with (self.folder / "errors").open("wb") as errors:
             process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True, env=os.environ | own)
