@@ -14,6 +14,7 @@ from flowinfer.experiment.outcome import End, Line, Memory, Outcome, Pair, Run
 from flowinfer.runtime.rewire.journal import folder
 
 MAX_LINES = 200_000  # some 60 MB: by then every interval is narrow, and the judge goes on all the same
+KEPT = 20  # records of a service
 _encoder, _decoder = msgspec.json.Encoder(), msgspec.json.Decoder(Line)
 
 
@@ -36,9 +37,17 @@ def path_of(run: Run) -> Path:
 def append(path: Path, lines: Iterable[Line]) -> None:
     """Adds lines. Raises OSError."""
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    if not path.exists():
+        _make_room(path)
     with path.open("ab") as file:
         path.chmod(0o600)  # it may hold texts of users
         file.write(b"".join(_encoder.encode(line) + b"\n" for line in lines))
+
+
+def _make_room(new: Path) -> None:
+    """Deletes the oldest records of a service, so that with the new one there are KEPT."""
+    for path in records(new.name.partition(".")[0])[: 1 - KEPT]:
+        path.unlink(missing_ok=True)
 
 
 def records(service: str = "", name: str = "") -> list[Path]:

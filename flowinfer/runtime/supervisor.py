@@ -334,7 +334,7 @@ class Supervisor:
             take_spare(self.arenas, child.name, self.layouts.get(child.worker, ()))
         for child in born:
             self.children[child.name] = child
-            if child.worker in self.layouts:
+            if child.worker in self.layouts and child.name not in self.engines:
                 self.engines.append(child.name)
             self.spawn(child, new)
         return born

@@ -111,6 +111,17 @@ def ask(port: int, session: str, prompt: str = "one two") -> tuple[int, str]:
     return response.status, answer["choices"][0]["text"] if response.status == 200 else answer["error"]["message"]
 
 
+def answered(port: int) -> dict[str, float]:
+    """Requests that each arm has answered, by the metrics."""
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE_S)
+    connection.request("GET", "/metrics")
+    page = connection.getresponse().read().decode()
+    found = re.findall(
+        r'^flowinfer:arm_requests_total\{arm="(.)",experiment="loud",result="answered".*\} (\S+)', page, re.M
+    )
+    return {arm: float(count) for arm, count in found}
+
+
 def call(*args: object, ok: bool = True) -> str:
     result = CliRunner(env={"COLUMNS": "120"}).invoke(main, [*map(str, args)], catch_exceptions=False)
     assert (result.exit_code == 0) == ok, result.output
@@ -196,6 +207,7 @@ def test_a_split_begins_and_ends_under_load_and_outlives_the_death_of_its_arm(
         for session, texts in traffic.more().items():  # each session in its arm, and only there
             assert set(texts) == {"ONE TWO " if is_b(session, 0.5) else "one two "}, session
         assert traffic.errors == []
+        assert {arm for arm, count in answered(running.port).items() if count > 0} == {"a", "b"}
 
         arm = running.worker("say-b.0")
         assert arm is not None
