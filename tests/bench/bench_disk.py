@@ -1,6 +1,6 @@
 """GB/s of the disk tier, written and read, against plain O_DIRECT of the same device in the same run.
 
-PYTHONPATH=. python tests/bench/bench_disk.py [--folder DIR] [--gib 1] [--block-mib 1.41]
+PYTHONPATH=. python tests/bench/bench_disk.py [--folder DIR] [--gib 1] [--block-mib 1.41] [--encrypt]
 """
 
 from __future__ import annotations
@@ -52,11 +52,12 @@ def plain(folder: Path, data: memoryview, block: int) -> tuple[float, float]:
     return len(offsets) * block / written, len(offsets) * block / read
 
 
-def stored(folder: Path, data: memoryview, block: int) -> tuple[float, float]:
+def stored(folder: Path, data: memoryview, block: int, key: bytes | None) -> tuple[float, float]:
     """The same through the store: from put to durable, then from get to checked."""
     settings = StoreSettings(
         path=folder / "kv", size=32 * data.nbytes, segment=data.nbytes + (64 << 20),
         retention=Retention({"bench": 86_400.0}), threads=THREADS, backlog=2 * data.nbytes,
+        key=key,
     )  # fmt: skip
     store = DiskStore(settings)
     offsets = range(0, data.nbytes - block + 1, block)
@@ -88,13 +89,15 @@ def main() -> None:
     parser.add_argument("--gib", type=float, default=0.5)
     parser.add_argument("--block-mib", type=float, default=1.40625, help="a block of SmolLM2-135M in bfloat16")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--encrypt", action="store_true", help="AES-GCM, as `tiers.encryption` does")
     arguments = parser.parse_args()
+    key = os.urandom(32) if arguments.encrypt else None
     block = padded(int(arguments.block_mib * (1 << 20)))
     folder = Path(tempfile.mkdtemp(dir=arguments.folder, prefix="flowinfer-disk-"))
     data = memory(int(arguments.gib * (1 << 30)))
     try:
         # Turn by turn, best of each: other users of the device disturb both alike.
-        runs = [(plain(folder, data, block), stored(folder, data, block)) for _ in range(arguments.rounds)]
+        runs = [(plain(folder, data, block), stored(folder, data, block, key)) for _ in range(arguments.rounds)]
     finally:
         shutil.rmtree(folder)
     (device_w, device_r), (store_w, store_r) = (

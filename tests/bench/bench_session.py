@@ -28,6 +28,7 @@ SETTINGS = (
     "vars.prefill_workers=2",
     "workers.prefill.threads=1",
     "workers.decode.threads=1",
+    "stages.lookup.with.tiers.memory=3GiB",  # each of two prefill workers is promised half of decode's blocks
     "stages.lookup.with.tiers.write=all",
 )
 
