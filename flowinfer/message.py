@@ -533,10 +533,10 @@ class KVUnpin(Event):
 class Leave(Event):
     """This worker is about to go: stages that hold running requests send them elsewhere. Sent by it to itself.
 
-    handoff: with their KV, to a worker that runs the same stages.  replay: to be prefilled again.
+    handoff: with their KV, to a worker that runs the same stages.  replay: to be prefilled again.  stay: it doesn't go.
     """
 
-    mode: Literal["handoff", "replay"]
+    mode: Literal["handoff", "replay", "stay"]
 
 
 class HandOff(Event):

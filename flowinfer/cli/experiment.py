@@ -109,10 +109,10 @@ def report(
 @experiment.command()
 @click.option("--service", default="", metavar="NAME", help="Of several running services, this one.")
 @click.option("-y", "--yes", is_flag=True, help="Don't ask.")
-@click.option("--drain", "drain_s", type=float, metavar="SECONDS", help="How long arm B may end its requests.")
-def stop(service: str, yes: bool, drain_s: float | None) -> None:
+@click.option("--drain", default="", metavar="MODES", help="How arm B ends its requests, as in finish:30s,abort.")
+def stop(service: str, yes: bool, drain: str) -> None:
     """End the experiment: all requests go to arm A, and arm B is taken down."""
-    from flowinfer.cli.rewire import change, current, find_service
+    from flowinfer.cli.rewire import change, current, find_service, manner_of
     from flowinfer.graph.arms import without_experiment
     from flowinfer.runtime.rewire.experiment import stopped
 
@@ -121,7 +121,7 @@ def stop(service: str, yes: bool, drain_s: float | None) -> None:
         raise FlowInferError("The service runs no experiment.")
     name = running.plan.experiment.name
     plan, source = without_experiment(running.plan), stopped(running.source)
-    change(find_service(service), plan, source, f"experiment stop {name}", yes=yes, drain_s=drain_s)
+    change(find_service(service), plan, source, f"experiment stop {name}", yes=yes, manner=manner_of(drain))
 
 
 def _read(service: str, name: str, record: Path | None) -> Recorded:

@@ -27,7 +27,7 @@ from flowinfer.message import Piece
 from flowinfer.runtime.loading import LoadStage
 from flowinfer.runtime.local import LocalService
 from flowinfer.runtime.rewire import control
-from flowinfer.runtime.rewire.protocol import Request
+from flowinfer.runtime.rewire.protocol import Manner, Request
 from flowinfer.runtime.stats import resident_bytes
 from flowinfer.serve.gateway import GatewayConfig
 from flowinfer.serve.openai.chat import ChatRequest, chat_job
@@ -230,7 +230,7 @@ class ServiceArm:
         kinds = {change.kind for change in replies[-1].changes}
         if not replies[-1].ok or not kinds <= {"live", "warm"}:
             return ""
-        *_, last = control.ask(folder, Request(do="apply", plan=plan, note="sweep", probation_s=0.0))
+        *_, last = control.ask(folder, Request(do="apply", plan=plan, note="sweep", manner=Manner(probation_s=0.0)))
         return ("warm" if "warm" in kinds else "live") if last.ok else ""
 
     def memory(self) -> int:

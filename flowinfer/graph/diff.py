@@ -237,7 +237,12 @@ class _Comparison:
         return "warm", "switched between two turns of the worker"
 
     def _edge(self, path: str, before: EdgePlan, after: EdgePlan) -> Iterator[Change]:
-        for key in ("message", "dispatch", "key", "lanes", "unit", "back"):
+        for key in ("dispatch", "key", "lanes"):
+            was, now = getattr(before, key), getattr(after, key)
+            if was != now:
+                how = "what waits is sorted anew between two turns"
+                yield Change(path=f"{path}.{key}", before=was, after=now, kind="live", how=how)
+        for key in ("message", "unit", "back"):
             was, now = getattr(before, key), getattr(after, key)
             if was != now:
                 how = "queues between workers keep their shape while they run"
@@ -292,9 +297,10 @@ class _Comparison:
             if was != now:
                 how = "the listening socket is opened once; start the service anew"
                 yield Change(path=f"serve.{key}", before=was, after=now, kind="refused", how=how)
-        was, now = self.old.serve.drain_timeout_s, self.new.serve.drain_timeout_s
-        if was != now:
-            yield Change(path="serve.drain_timeout", before=was, after=now, kind="live", how="used by the next drain")
+        for key, name in (("drain_timeout", "drain_timeout_s"), ("drain", "drain")):
+            was, now = getattr(self.old.serve, name), getattr(self.new.serve, name)
+            if was != now:
+                yield Change(path=f"serve.{key}", before=was, after=now, kind="live", how="used by the next drain")
         was, now = self.old.serve.log_level, self.new.serve.log_level
         if was != now:
             yield Change(path="serve.log_level", before=was, after=now, kind="live", how=LOGGED)

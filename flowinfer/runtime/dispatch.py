@@ -34,6 +34,7 @@ class Consumer:
     credit: dict[str, int] = field(default_factory=dict)  # by lane
     sent: dict[str, float] = field(default_factory=dict)
     outstanding: int = 0  # credit that it hasn't given back
+    num_sent: int = 0  # messages
 
     @property
     def is_open(self) -> bool:

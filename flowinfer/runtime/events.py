@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from flowinfer.message import Event
 
@@ -85,11 +85,13 @@ class Change(Event):
 class Prepare(Change):
     """Build what this plan asks of you beside what runs, and say Prepared. plan: a Plan as JSON.
 
-    renew: stages that are replaced even where nothing about them differs.
+    renew: stages that are replaced even where nothing about them differs.  back: stages that the last change replaced
+    and that are still open are taken again.
     """
 
     plan: bytes
     renew: tuple[str, ...] = ()
+    back: bool = False
 
 
 class Switch(Change):
@@ -109,7 +111,13 @@ class Abandon(Change):
 
 
 class Hurry(Change):
-    """The deadline of the old is over: fail the requests that it still holds."""
+    """A deadline of the old is over: move the requests that it holds, compute them again elsewhere, or fail them."""
+
+    mode: Literal["handoff", "replay", "abort"] = "abort"
+
+
+class Count(Change):
+    """Tell what you have sent, received and ended. Say Counted."""
 
 
 class Retire(Change):
@@ -135,6 +143,21 @@ class Drained(Event):
 
     number: int
     aborted: int = 0
+
+
+class Counted(Event):
+    """What a worker has sent and received on its edges to and from other workers that live now, in messages.
+
+    sent: edge, consumer, messages.  received: edge, producer, messages, and credit of them that isn't back.
+    open: requests that it holds.  layered, left: requests of stages that were replaced in it, and of those, open ones.
+    """
+
+    number: int
+    sent: tuple[tuple[str, str, int], ...] = ()
+    received: tuple[tuple[str, str, int, int], ...] = ()
+    open: int = 0
+    layered: int = 0
+    left: int = 0
 
 
 class Trouble(Event):

@@ -15,6 +15,7 @@ from typing import Any
 
 from flowinfer.engine.layout import KVLayout
 from flowinfer.errors import RequestError, StageError
+from flowinfer.graph.diff import is_live
 from flowinfer.graph.plan import API, FRONT, EdgePlan, Plan, StagePlan
 from flowinfer.message import (
     Cancel,
@@ -317,6 +318,14 @@ class Group:
         self.by_name = dict(now)
         self.runs = [*gone, *now.values()]
         self._listeners.clear()
+
+    def warm_run(self, stage: StagePlan) -> StageRun | None:
+        """The newest replaced stage that is what this plan says and hasn't been closed yet."""
+        for layer in reversed(self.layers):
+            for run in layer.runs:
+                if run.name == stage.name and is_live(type(run.stage), run.plan, stage):
+                    return run
+        return None
 
     def drain_layers(self) -> list[Layer]:
         """Closes what no request needs any more; returns the layers that have drained now."""

@@ -27,6 +27,7 @@ class Account:
     half: float  # of its share: so much goes back at once
     used: int = 0
     due: int = 0
+    num_received: int = 0  # messages
     ids: list[str] = field(default_factory=list)
 
 
@@ -153,11 +154,20 @@ class Grants:
         due, self._due = self._due, []
         return [(account.producer, _credit(account)) for account in due if account.due]
 
+    def counts(self) -> list[tuple[str, str, int, int]]:
+        """Of each edge and producer: messages that came, and credit that they still take."""
+        found: dict[tuple[str, str], tuple[int, int]] = {}
+        for account in self._accounts.values():
+            key = account.edge, account.producer
+            received, used = found.get(key, (0, 0))
+            found[key] = received + account.num_received, used + account.used
+        return [(edge, producer, *numbers) for (edge, producer), numbers in found.items()]
+
     def forget(self, producer: str) -> None:
         """A producer died: what is due to it needn't be sent; `opening` counts anew."""
-        for account in self._due:
+        for account in self._accounts.values():
             if account.producer == producer:
-                account.due, account.ids = 0, []
+                account.due, account.ids, account.num_received = 0, [], 0
         self._due = [account for account in self._due if account.due]
 
 

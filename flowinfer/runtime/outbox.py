@@ -51,11 +51,8 @@ class Outbox:
         self._send = send
         self._now = now
         self._blocked_at: float | None = None
-        self._lanes: dict[str, deque[Message]] = {lane: deque() for lane in edge.lanes}
-        self._default = self._lanes[edge.lanes[0]]
         self._bound: dict[str, deque[tuple[Message, Reservation | None]]] = {}
         self._reserved: dict[str, Reservation] = {}
-        self._by_bucket = len(edge.lanes) > 1
         self.num_tokens = 0
         self.has_tokens = has_tokens(type_registry.get(edge.message))
         self._probe = probe
@@ -63,7 +60,7 @@ class Outbox:
         self._probe_at = 0.0  # when there may be the next sample
         self._sample: Message | None = None
         self._sample_at = 0.0
-        self._simple = not self._by_bucket and edge.dispatch not in ("hash", "prefix")
+        self._shape(edge)
 
     @property
     def full(self) -> bool:
@@ -95,6 +92,33 @@ class Outbox:
     def _hashed(self, message: Message) -> str:
         names = [name for name, consumer in self.consumers.items() if consumer.is_open]
         return rendezvous(str(getattr(message, self.edge.key or "id", "")), names) if names else ""
+
+    def reshape(self, edge: EdgePlan) -> None:
+        """Goes on as this edge says: where dispatch or lanes differ, what waits is sorted anew.
+
+        Credit of lanes that are gone lapses; that of new ones the consumers grant when they take the new plan.
+        """
+        before, self.edge = self.edge, edge
+        if (before.dispatch, before.key, before.lanes) == (edge.dispatch, edge.key, edge.lanes):
+            return
+        waiting = [message for queue in self._lanes.values() for message in queue]
+        for queue in self._bound.values():
+            waiting += [message for message, reservation in queue if reservation is None]
+        bound = {name: deque(pair for pair in queue if pair[1]) for name, queue in self._bound.items()}
+        self._bound = {name: queue for name, queue in bound.items() if queue}
+        self.dispatch = make_dispatch(edge)
+        self._shape(edge)
+        for consumer in self.consumers.values():
+            for lane in consumer.credit.keys() & set(before.lanes) - set(edge.lanes):
+                del consumer.credit[lane]
+        for message in waiting:
+            self._place(message)
+
+    def _shape(self, edge: EdgePlan) -> None:
+        self._lanes: dict[str, deque[Message]] = {lane: deque() for lane in edge.lanes}
+        self._default = self._lanes[edge.lanes[0]]
+        self._by_bucket = len(edge.lanes) > 1
+        self._simple = not self._by_bucket and edge.dispatch not in ("hash", "prefix")
 
     # -- sending -------------------------------------------------------------------------------------------------------
 
@@ -186,6 +210,7 @@ class Outbox:
         consumer.outstanding += total
         self.waiting -= len(batch)
         self.num_sent += len(batch)
+        consumer.num_sent += len(batch)
         if self.has_tokens:
             for message in batch:
                 self.num_tokens += len(message.tokens)  # type: ignore[attr-defined]
@@ -223,22 +248,29 @@ class Outbox:
             return
         if self._sample is None and self._probe is not None and self._now() >= self._probe_at:
             self._probing = True
-        consumer.credit[lane] = consumer.credit.get(lane, 0) + amount
+        if lane in self._lanes or not consumer.num_sent:  # else it comes back on a lane that is gone
+            consumer.credit[lane] = consumer.credit.get(lane, 0) + amount
         consumer.outstanding = max(0, consumer.outstanding - amount)
         for request in ids:
             consumer.sent.pop(request, None)
 
     def regrant(self, name: str, generation: int, lane: str, amount: int) -> None:
         """An instance's grant itself grew or shrank: nothing came back, and credit may be below 0 for a while."""
-        outstanding = self.consumers[name].outstanding if name in self.consumers else 0
-        self.credit(name, generation, lane, amount, ())
-        if name in self.consumers:
-            self.consumers[name].outstanding = outstanding
+        consumer = self.consumers.get(name)
+        if consumer is None or consumer.generation != generation:
+            self.credit(name, generation, lane, amount, ())
+        else:
+            consumer.credit[lane] = consumer.credit.get(lane, 0) + amount
 
     def leave(self, name: str) -> None:
         """This instance gets nothing new; what is bound to it goes there still."""
         if name in self.consumers:
             self.consumers[name].leaving = True
+
+    def stay(self, name: str) -> None:
+        """This instance doesn't leave after all."""
+        if name in self.consumers:
+            self.consumers[name].leaving = False
 
     def owes(self, name: str) -> bool:
         """True while something is bound to this instance, or on its way there and not yet out of it."""

@@ -17,7 +17,7 @@ from flowinfer.errors import FlowInferError
 from flowinfer.graph.plan import Plan
 from flowinfer.runtime.boot import ArenaRange
 from flowinfer.runtime.kept import Kept
-from flowinfer.runtime.rewire.protocol import Source
+from flowinfer.runtime.rewire.protocol import Manner, Source
 
 FILE = "state.json"
 ChangeKind = Literal["beside", "restart", "revert"]
@@ -39,8 +39,7 @@ class Underway(msgspec.Struct, kw_only=True):
     note: str = ""
     leaving: tuple[str, ...] = ()
     born: tuple[str, ...] = ()
-    drain_s: float = 0.0
-    probation_s: float = 0.0
+    manner: Manner = Manner()
     counts: bool = True
 
 

@@ -46,6 +46,7 @@ from flowinfer.runtime.outbox import Outbox
 from flowinfer.runtime.rewire.graft import Layer
 from flowinfer.runtime.rewire.member import Member
 from flowinfer.runtime.rewire.split import split
+from flowinfer.runtime.rewire.vitals import is_vital
 from flowinfer.runtime.stage_run import StageRun
 from flowinfer.runtime.stats import samples
 from flowinfer.runtime.tap import Taps
@@ -149,7 +150,11 @@ class Worker(Group):
 
     def _beat(self) -> None:
         self._tell_open()
-        self.emit(Stats(worker=self.name, samples=samples(self)), self.front)
+        stats = Stats(worker=self.name, samples=samples(self))
+        self.emit(stats, self.front)
+        if self.name == self.front:
+            vital = [sample for sample in stats.samples if is_vital(sample)]
+            self.channel.send_event(SUPERVISOR, Stats(worker=self.name, samples=vital))
         self.call_at(None, self.clock.now() + HEARTBEAT_S, self._beat)
 
     def _tell_open(self) -> None:
@@ -254,6 +259,7 @@ class Worker(Group):
     def _deliver(self, header: Header, messages: list[Message]) -> None:
         edge, inbox, held = self.inputs[header.edge]
         account = self.grants.account(edge.name, header.sender, header.lane)
+        account.num_received += len(messages)
         if hasattr(messages[0], "id"):
             messages = self._admit(messages, account, header.cost)
         for layer in self.layers:

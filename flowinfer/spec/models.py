@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
+from flowinfer.spec.drain import DrainText
 from flowinfer.spec.limits import parse_limits
 from flowinfer.units import ByteSize, Duration, Share
 
@@ -99,7 +100,9 @@ class Serve(Section):
     sampling: Sampling | None = None
     """Sampling defaults."""
     drain_timeout: Duration = 30.0
-    """How long a stop waits for open requests."""
+    """How long a stop waits for open requests, and `finish` of a drain that names no time."""
+    drain: DrainText = ""
+    """How what a change replaces ends, as in finish:30s,handoff:10s,replay:10s,abort; each time falls to the next."""
     log_level: LogLevel = "info"
     """From which level on the processes log; the terminal shows warnings and errors of these."""
     keys: dict[Name, Annotated[str, Field(pattern=DIGEST_PATTERN)]] = {}

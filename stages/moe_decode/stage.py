@@ -141,7 +141,7 @@ class MoeDecode(Stage):
     def observe(self, event: Event) -> Iterable[Message] | None:
         """What others ask of the KV is the engine's; the rest is about sequences that leave."""
         if isinstance(event, Leave):
-            self.departures.mode = event.mode
+            self.departures.mode = "" if event.mode == "stay" else event.mode
         elif isinstance(event, HandOffRefused):
             self._take_back(event.id)
         else:

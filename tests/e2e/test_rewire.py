@@ -14,7 +14,7 @@ from harness import Service, prompt_ids
 
 from flowinfer.graph.plan import Plan
 from flowinfer.runtime.rewire.control import ask, running
-from flowinfer.runtime.rewire.protocol import SERVICE, Reply, Request
+from flowinfer.runtime.rewire.protocol import SERVICE, Manner, Reply, Request
 from flowinfer.runtime.rewire.protocol import Service as About
 
 PROMPTS = [prompt_ids(12 + 20 * i, seed=i) for i in range(2)]
@@ -77,7 +77,7 @@ def controller(folder: Path) -> int:
 
 
 def change(folder: Path, plan: Plan, *renew: str) -> Reply:
-    *_, last = ask(folder, Request(do="apply", plan=plan, renew=renew, probation_s=0.1))
+    *_, last = ask(folder, Request(do="apply", plan=plan, renew=renew, manner=Manner(probation_s=0.1)))
     return last
 
 
@@ -102,7 +102,9 @@ def test_a_controller_that_is_killed_in_a_swap_leaves_answers_as_they_were(prod:
     with Streams(prod) as streams:
         for step in ("prepare", "drain"):
             told = []
-            for reply in ask(folder, Request(do="apply", plan=status(folder), renew=("detokenize",), probation_s=0.1)):
+            for reply in ask(
+                folder, Request(do="apply", plan=status(folder), renew=("detokenize",), manner=Manner(probation_s=0.1))
+            ):
                 told.append(reply.text)
                 if reply.text.startswith(step) and len(told) < 10 and not any("takeover" in text for text in told):
                     os.kill(controller(folder), signal.SIGKILL)

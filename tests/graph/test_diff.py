@@ -67,9 +67,9 @@ def test_a_stage_in_the_front_is_swapped_in_place_and_one_with_weights_with_its_
     assert (worker.stages(), worker.workers()) == (frozenset(), {"decode"})
 
 
-def test_new_bucket_names_need_new_queues() -> None:
+def test_new_bucket_names_are_new_lanes_of_a_queue() -> None:
     found = kinds(diff("stages.route.with.buckets.giant=512k"))
-    assert found['edges."lookup -> prefill".lanes'] == "cold"
+    assert found['edges."lookup -> prefill".lanes'] == "live"
 
 
 def test_another_model_is_cold_everywhere(tmp_path: Path) -> None:

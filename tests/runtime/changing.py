@@ -13,7 +13,7 @@ from services import Service, until
 
 from flowinfer.graph.plan import Plan
 from flowinfer.runtime.rewire.control import ask
-from flowinfer.runtime.rewire.protocol import SERVICE, Reply, Request
+from flowinfer.runtime.rewire.protocol import SERVICE, Manner, Reply, Request
 from flowinfer.runtime.rewire.protocol import Service as About
 
 
@@ -35,15 +35,15 @@ class Changing:
         return list(ask(self.folder, request))
 
     def replies(self, plan: Plan, *renew: str, probation_s: float = 0.05) -> Iterator[Reply]:
-        return ask(self.folder, Request(do="apply", plan=plan, renew=renew, probation_s=probation_s))
+        return ask(self.folder, Request(do="apply", plan=plan, renew=renew, manner=Manner(probation_s=probation_s)))
 
     def status(self) -> Plan:
         (reply,) = self.ask(Request(do="status"))
         assert reply.plan is not None
         return reply.plan
 
-    def apply(self, plan: Plan, *renew: str, drain_s: float | None = None) -> Reply:
-        *_, last = self.ask(Request(do="apply", plan=plan, renew=renew, drain_s=drain_s, probation_s=0.05))
+    def apply(self, plan: Plan, *renew: str, drain: str = "") -> Reply:
+        *_, last = self.ask(Request(do="apply", plan=plan, renew=renew, manner=Manner(drain=drain, probation_s=0.05)))
         return last
 
     def must_apply(self, plan: Plan, *renew: str) -> None:

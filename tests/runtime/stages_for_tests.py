@@ -24,6 +24,7 @@ from flowinfer.message import (
     Text,
     WorkerDown,
 )
+from flowinfer.observe import metrics
 from flowinfer.stage import Contract, Stage, StageConfig, setting
 
 
@@ -153,7 +154,7 @@ class Door(Stage):
     listens = (Serving, Drain, Failure, WorkerDown)
 
     def open(self) -> None:
-        self.waiting: set[str] = set()
+        self.waiting: dict[str, float] = {}
         self.made = 0
         self.admits = False
 
@@ -172,22 +173,25 @@ class Door(Stage):
             write(self.config.file, f"down {event.worker} {event.generation}")
         elif isinstance(event, Failure) and event.id in self.waiting:
             write(self.config.file, f"failed {event.id} {event.status} {event.code}")
+            metrics.counter("requests_failed_total").labels(code=event.code).inc()
             self._end(event.id)
 
     def step(self, texts: list[Text]) -> Iterable[Call]:
         for piece in (piece for text in texts for piece in text.pieces):
             if piece.id in self.waiting:
                 write(self.config.file, f"answered {piece.id}")
+                metrics.histogram("time_to_first_token_seconds").observe(self.ctx.clock.now() - self.waiting[piece.id])
+                metrics.counter("requests_finished_total").labels(reason="stop").inc()
                 self._end(piece.id)
         while self.busy:
             self.made += 1
             request = f"{self.ctx.generation}-{self.made}"
-            self.waiting.add(request)
+            self.waiting[request] = self.ctx.clock.now()
             write(self.config.file, f"made {request}")
             yield Call(id=request, sampling=Sampling(), prompt="x" * 100)
 
     def _end(self, request: str) -> None:
-        self.waiting.discard(request)
+        self.waiting.pop(request, None)
         self.ctx.send(Ended(ids=[request]))
 
     def close(self) -> None:
@@ -296,6 +300,21 @@ class LateAnswerer(Stage):
     def cancel(self, requests: Collection[str]) -> None:
         for request in requests:
             self.calls.pop(request, None)
+
+
+class NotedAnswerer(LateAnswerer):
+    """Writes when it opens and closes."""
+
+    class Config(LateAnswerer.Config):
+        file: str = ""
+        version: int = 1
+
+    def open(self) -> None:
+        write(self.config.file, f"opens {self.config.version}")
+        super().open()
+
+    def close(self) -> None:
+        write(self.config.file, f"closes {self.config.version}")
 
 
 class BrokenAnswerer(LateAnswerer):

@@ -317,3 +317,38 @@ def test_a_sample_that_is_cancelled_makes_room_for_the_next() -> None:
     outbox.credit("b.0", 1, "", 4, ())
     put(outbox, prompt("r1"))
     assert probes == [5.0]
+
+
+BUCKETED = msgspec.structs.replace(EDGE, dispatch="bucket", lanes=("short", "long"))
+HASHED = msgspec.structs.replace(EDGE, dispatch="hash", key="id")
+
+
+@given(
+    shapes=st.lists(st.sampled_from([EDGE, BUCKETED, HASHED]), min_size=1, max_size=4),
+    batches=st.lists(st.integers(0, 12), min_size=5, max_size=5),
+)
+@settings(deadline=None)
+def test_an_edge_that_changes_its_dispatch_loses_and_repeats_nothing(
+    shapes: list[EdgePlan], batches: list[int]
+) -> None:
+    """Consumers grant new lanes as a change does; messages return their credit at once, on the lane they came by."""
+    wire = Wire()
+    outbox = outbox_to(wire, {"b.0": 4, "b.1": 4})
+    made, seen, edge = 0, 0, EDGE
+    for shape, count in zip([EDGE, *shapes], batches, strict=False):
+        outbox.reshape(shape)
+        for name in ("b.0", "b.1"):
+            for lane in set(shape.lanes) - set(edge.lanes):
+                outbox.regrant(name, 1, lane, 4)
+        edge = shape
+        put(outbox, *(prompt(f"r{made + i}", bucket=("short", "long")[i % 2]) for i in range(count)))
+        made += count
+        while seen < len(wire.sent):
+            name, lane, request, cost = wire.sent[seen]
+            seen += 1
+            outbox.credit(name, 1, lane, cost, (request,))
+            outbox.flush()
+    assert sorted(wire.ids) == sorted(f"r{i}" for i in range(made)) and outbox.waiting == 0
+    for consumer in outbox.consumers.values():
+        assert consumer.outstanding == 0
+        assert {lane: consumer.credit[lane] for lane in edge.lanes} == dict.fromkeys(edge.lanes, 4)

@@ -15,7 +15,7 @@ from services import Service, Start, edge, loaded, plan_of, stage, until
 from flowinfer.graph.plan import Plan, StagePlan
 from flowinfer.runtime.rewire.control import ask
 from flowinfer.runtime.rewire.journal import Journal
-from flowinfer.runtime.rewire.protocol import SERVICE, Reply, Request
+from flowinfer.runtime.rewire.protocol import SERVICE, Manner, Reply, Request
 
 
 @pytest.fixture(autouse=True)
@@ -36,8 +36,8 @@ class Changing:
     def ask(self, request: Request) -> list[Reply]:
         return list(ask(self.folder, request))
 
-    def apply(self, plan: Plan, *renew: str, drain_s: float | None = None) -> Reply:
-        *_, last = self.ask(Request(do="apply", plan=plan, renew=renew, drain_s=drain_s, probation_s=0.05))
+    def apply(self, plan: Plan, *renew: str, drain: str = "") -> Reply:
+        *_, last = self.ask(Request(do="apply", plan=plan, renew=renew, manner=Manner(drain=drain, probation_s=0.05)))
         return last
 
     def must_apply(self, plan: Plan, *renew: str) -> None:
@@ -150,6 +150,20 @@ def test_a_worker_that_holds_its_requests_is_replaced_beside_itself(start: Start
     change.check_ends()
 
 
+def test_the_dispatch_of_an_edge_between_workers_changes_under_load(start: Start, tmp_path: Path) -> None:
+    plan = loaded(tmp_path, open=32)
+    middle = msgspec.structs.replace(plan.workers["middle"], replicas=2)
+    plan = msgspec.structs.replace(plan, workers=plan.workers | {"middle": middle})
+    change = Changing(start(plan), plan)
+    change.go_round()
+    for dispatch, lanes in (("hash", ("",)), ("bucket", ("short", "long")), ("pull", ("",))):
+        first = msgspec.structs.replace(plan.edges[0], dispatch=dispatch, lanes=lanes, key="id")
+        change.must_apply(msgspec.structs.replace(plan, edges=(first, *plan.edges[1:])))
+        change.go_round()
+    assert not any(step.step == "pause" for step in change.ask(Request(do="history"))[-1].steps)
+    change.check_ends()
+
+
 @pytest.mark.parametrize(("step", "victim"), [("prepare", "middle.0"), ("drain", "middle.0"), ("drain", "back.0")])
 def test_a_worker_that_is_killed_in_a_change_leaves_one_whole_epoch(
     start: Start, tmp_path: Path, step: str, victim: str
@@ -158,7 +172,7 @@ def test_a_worker_that_is_killed_in_a_change_leaves_one_whole_epoch(
     change = Changing(start(plan), plan)
     change.go_round(20)
     workers, killed, last = change.service.workers(), False, Reply()
-    for reply in ask(change.folder, Request(do="apply", plan=plan, renew=("answer",), probation_s=0.05)):
+    for reply in ask(change.folder, Request(do="apply", plan=plan, renew=("answer",), manner=Manner(probation_s=0.05))):
         if reply.text.startswith(step) and not killed:
             workers[victim].kill()
             killed = True
@@ -207,7 +221,7 @@ def test_old_requests_are_failed_at_the_deadline(start: Start, tmp_path: Path) -
     plan = with_config(plan, "api", open=3, calls=3)
     change = Changing(start(plan), plan)
     until(lambda: len(change.service.lines("made")) == 3, "three requests are open")
-    assert change.apply(plan, "answer", drain_s=0.1).ok
+    assert change.apply(plan, "answer", drain="0.1").ok
     until(lambda: len(change.service.lines("failed")) == 3, "they are told")
     assert all(line.split()[2:] == ["503", "rewired"] for line in change.service.lines("failed"))
 
@@ -224,7 +238,7 @@ def test_what_does_not_fit_beside_pauses_the_service_and_comes_back(start: Start
     broken = msgspec.structs.replace(broken, workers=plan.workers)
     assert "The service runs as before" in change.apply(broken).text
     change.go_round()
-    last = change.ask(Request(do="rollback", probation_s=0.05))[-1]
+    last = change.ask(Request(do="rollback", manner=Manner(probation_s=0.05)))[-1]
     assert last.ok and last.plan is not None and last.plan.workers["back"].threads == 1
     change.go_round()
 

@@ -36,7 +36,9 @@ def _answer(supervisor: Supervisor, request: Request, tell: Callable[[str], None
         supervisor.tell_all(TapAsk(**msgspec.structs.asdict(request.tap)))
         return Reply(last=True)
     if request.do == "rollback":
-        controller.rollback(tell, drain_s=request.drain_s, probation_s=request.probation_s)
+        if controller.busy:
+            return controller.recall()
+        controller.rollback(tell, manner=request.manner)
     elif request.plan is not None and request.do == "plan":
         return describe(supervisor, request.plan, controller.plan(request.plan))
     elif request.plan is not None and request.do == "apply":
@@ -46,8 +48,7 @@ def _answer(supervisor: Supervisor, request: Request, tell: Callable[[str], None
             tell,
             renew=request.renew,
             note=request.note,
-            drain_s=request.drain_s,
-            probation_s=request.probation_s,
+            manner=request.manner,
         )
     return Reply(last=True, plan=supervisor.plan, source=controller.source)
 

@@ -11,23 +11,20 @@ import contextlib
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 import msgspec
 
 from flowinfer.errors import FlowInferError
 from flowinfer.graph.diff import Diff, compare, settled
 from flowinfer.graph.plan import API, Plan
-from flowinfer.message import Breach, Event
+from flowinfer.message import Breach, Event, Stats
 from flowinfer.runtime.child import Child
 from flowinfer.runtime.events import (
     Abandon,
-    Drained,
-    Hurry,
+    Leavers,
     Prepare,
     Prepared,
-    Retire,
-    Stop,
     Switch,
     Switched,
     Trouble,
@@ -35,16 +32,19 @@ from flowinfer.runtime.events import (
 from flowinfer.runtime.loading import LoadStage
 from flowinfer.runtime.rewire.experiment import close_arm, open_arm
 from flowinfer.runtime.rewire.journal import Journal
-from flowinfer.runtime.rewire.protocol import Source
+from flowinfer.runtime.rewire.protocol import Manner, Reply, Source
 from flowinfer.runtime.rewire.restart import restart
+from flowinfer.runtime.rewire.settle import Reverted, Settling, switched
+from flowinfer.runtime.rewire.vitals import Reading, Vitals, read
 from flowinfer.runtime.state import State, Underway
+from flowinfer.spec.drain import parse_drain, total_s
 
 if TYPE_CHECKING:
     from flowinfer.runtime.supervisor import Supervisor
 
+DEFAULT = Manner()
 PREPARE_S = 1_800.0  # for new stages to open, which may load a model
 SWITCH_S = 60.0  # a worker may be in a long step
-ABORT_S = 10.0  # from the deadline of a drain until what is left is cut off
 PHASES = ("begin", "prepare", "verify", "switch", "drain", "probation", "retire", "pause", "replace")
 Tell = Callable[[str], None]
 T = TypeVar("T", bound=Event)
@@ -52,10 +52,6 @@ T = TypeVar("T", bound=Event)
 
 class Refused(FlowInferError):
     """A change that isn't made; the service goes on as it was."""
-
-
-class Reverted(FlowInferError):
-    """A change that was made and taken back."""
 
 
 class Controller:
@@ -68,7 +64,10 @@ class Controller:
         self.supervisor, self.source, self.journal = supervisor, source, journal
         self.past: list[tuple[Plan, Source]] = []
         self.underway: Underway | None = None
-        self._probation_s = self._drain_s = 0.0
+        self.manner = Manner()
+        self.vitals = Vitals()
+        self.recalled = ""  # why the change under way shall be taken back
+        self._settling: Settling | None = None
         self._number = 0
         self._news: list[tuple[str, int, Event]] = []  # instance, generation, what it said
         self.breaches: list[Breach] = []  # of experiments that have to stop
@@ -81,6 +80,9 @@ class Controller:
         """A worker's answer to a step of a change."""
         if isinstance(event, Breach):
             self.breaches.append(event)
+            return
+        if isinstance(event, Stats):
+            self.vitals.add(read(event.samples, time.monotonic()))
             return
         self._news.append((child.name, child.generation, event))
 
@@ -104,12 +106,19 @@ class Controller:
         """What this plan would change. Raises FlowInferError when a stage can't be found."""
         return compare(self.supervisor.plan, new, LoadStage(Path(new.file).parent, new.allow_local))
 
-    def rollback(self, tell: Tell, *, drain_s: float | None = None, probation_s: float = 2.0) -> None:
+    def recall(self) -> Reply:
+        """Takes back the change under way, to the old side that is still warm. Raises Refused before its switch."""
+        if self._settling is None:
+            raise Refused("The change under way hasn't switched yet.", help="Wait for it: flowinfer history.")
+        self.recalled = "somebody asked for it"
+        return Reply(last=True, text="The change under way is taken back: flowinfer history.")
+
+    def rollback(self, tell: Tell, *, manner: Manner = DEFAULT) -> None:
         """Back to the plan before the last change. Raises Refused when there is none."""
         if not self.past:
             raise Refused("There is no change to take back.")
         plan, source = self.past[-1]
-        self.apply(plan, source, tell, note="rollback", drain_s=drain_s, probation_s=probation_s)
+        self.apply(plan, source, tell, note="rollback", manner=manner)
 
     def apply(
         self,
@@ -119,15 +128,14 @@ class Controller:
         *,
         renew: Collection[str] = (),
         note: str = "",
-        drain_s: float | None = None,
-        probation_s: float = 2.0,
+        manner: Manner = DEFAULT,
     ) -> None:
         """Makes the service run `new`. Raises Refused with nothing changed, or Reverted once it's back."""
         if self._busy:
             raise Refused("Another change is under way.", help="Wait for it: flowinfer history.")
-        self._busy, self._tell = True, tell
-        self._probation_s = probation_s
-        self._drain_s = self.supervisor.plan.serve.drain_timeout_s if drain_s is None else drain_s
+        serve = self.supervisor.plan.serve
+        parse_drain(manner.drain or serve.drain, serve.drain_timeout_s)  # refused before anything is done
+        self._busy, self._tell, self.manner = True, tell, manner
         try:
             self._apply(new, source, renew, note)
         except FlowInferError:
@@ -152,8 +160,7 @@ class Controller:
             new=target,
             source=source,
             note=note,
-            drain_s=self._drain_s,
-            probation_s=self._probation_s,
+            manner=self.manner,
             counts=bool(diff.changes),
         )
         self._step("begin", note or f"{len(diff.changes)} changes, {diff.kind}")
@@ -201,6 +208,7 @@ class Controller:
         self._note_who(leaving)
         born = supervisor.give_birth(new, leaving)
         self._note_who(leaving, born)
+        before = self.vitals.before()
         try:
             self._prepare(old, new, leaving, born, [name for name in renew if new.stages[name].worker not in replaced])
             self._step("verify", f"{len(staying)} workers and {len(born)} new ones are ready for epoch {new.epoch}")
@@ -210,11 +218,22 @@ class Controller:
             raise
         try:
             self._switch(new, leaving, born)
-            self._drain(leaving)
-            self._probation()
+            settling = self._settle(leaving, before)
         except Reverted as error:
-            self._revert(old, error)
-        self._retire(leaving)
+            self._revert(old, error, leaving, born)
+        settling.retire()
+
+    def _settle(
+        self, leaving: Collection[str], before: Reading | None, asked: Mapping[str, int] | None = None
+    ) -> Settling:
+        """Drain and probation. Raises Reverted."""
+        self.recalled, self._settling = "", Settling(self, leaving, before)
+        try:
+            self._settling.drain(switched(self) if asked is None else asked)
+            self._settling.probation()
+            return self._settling
+        finally:
+            self._settling = None
 
     def _note_who(self, leaving: Collection[str], born: Iterable[Child] = ()) -> None:
         if self.underway is not None:
@@ -229,7 +248,16 @@ class Controller:
                 found.add(plan.stages[name].worker)
         return frozenset(found)
 
-    def _prepare(self, old: Plan, new: Plan, leaving: Collection[str], born: list[Child], renew: Iterable[str]) -> None:
+    def _prepare(
+        self,
+        old: Plan,
+        new: Plan,
+        leaving: Collection[str],
+        born: list[Child],
+        renew: Iterable[str],
+        *,
+        back: bool = False,
+    ) -> None:
         supervisor = self.supervisor
         self._step("prepare", ", ".join(child.name for child in born) or "inside the workers")
         asked = {child.name: child.generation for child in supervisor.children.values() if child.state == "ready"}
@@ -238,9 +266,9 @@ class Controller:
             raise Refused(f"Worker {missing[0]} isn't ready.", help="Try again when it's back.")
         for name in asked:
             plan = _unchanged(old, new, supervisor.children[name].worker) if name in leaving else new
-            event = Prepare(number=self._number, plan=msgspec.json.encode(plan), renew=tuple(renew))
+            event = Prepare(number=self._number, plan=msgspec.json.encode(plan), renew=tuple(renew), back=back)
             supervisor.channel.send_event(name, event)
-        if not self._waited(lambda: self._prepared(asked, born), PREPARE_S):
+        if not self.waited(lambda: self._prepared(asked, born), PREPARE_S):
             raise Refused(f"The workers weren't ready within {PREPARE_S:g} s.")
 
     def _prepared(self, asked: dict[str, int], born: list[Child]) -> bool:
@@ -251,70 +279,50 @@ class Controller:
         for child in born:
             if child.failed is not None:
                 raise Refused(child.failed.error, help=child.failed.help)
-        for error in (answer.error for answer in self._answers(Prepared).values() if answer.error):
+        for error in (answer.error for answer in self.answers(Prepared).values() if answer.error):
             raise Refused(error)
-        return self._answers(Prepared).keys() >= asked.keys() and all(child.state == "ready" for child in born)
+        return self.answers(Prepared).keys() >= asked.keys() and all(child.state == "ready" for child in born)
 
     def _switch(self, new: Plan, leaving: Collection[str], born: list[Child]) -> None:
         supervisor = self.supervisor
-        close_arm(self, new, self._drain_s)
+        serve = supervisor.plan.serve
+        close_arm(self, new, total_s(parse_drain(self.manner.drain or serve.drain, serve.drain_timeout_s)))
         self._step("switch", f"new requests go by epoch {new.epoch}")
         asked = {c.name: c.generation for c in supervisor.children.values() if c.state == "ready" and c not in born}
         supervisor.take_plan(new, leaving)
         for name in asked:
             supervisor.channel.send_event(name, Switch(number=self._number, leaving=tuple(leaving)))
         supervisor.channel.raise_epoch(new.epoch)
+        for child in born:
+            supervisor.channel.send_event(child.name, Leavers(number=self._number, names=tuple(leaving)))
         supervisor.introduce(born)
-        if not self._waited(lambda: self._switched(asked), SWITCH_S):
+        if not self.waited(lambda: self._switched(asked), SWITCH_S):
             raise Reverted(f"not every worker switched within {SWITCH_S:g} s")
         open_arm(self)
 
     def _switched(self, asked: dict[str, int]) -> bool:
-        self._look_for_trouble()
-        for error in (answer.error for answer in self._answers(Switched).values() if answer.error):
+        for _, event in self.said(Trouble):
+            raise Reverted(f"stage {event.stage!r} broke: {event.error}")
+        for error in (answer.error for answer in self.answers(Switched).values() if answer.error):
             raise Reverted(error)
-        return all(self._has(Switched, name, generation) for name, generation in asked.items())
+        return all(self.has(Switched, name, generation) for name, generation in asked.items())
 
-    def _drain(self, leaving: Collection[str]) -> None:
-        supervisor, limit = self.supervisor, self._drain_s
-        asked = {name: generation for (name, generation), _ in self._said(Switched)}
-        self._step("drain", f"finish: what is open has {limit:g} s to end")
-        if not self._waited(lambda: self._is_drained(asked, leaving), limit):
-            self._step("drain", "abort: the deadline is over")
-            supervisor.tell_all(Hurry(number=self._number))
-            self._waited(lambda: self._is_drained(asked, leaving), ABORT_S)
-        aborted = sum(answer.aborted for answer in self._answers(Drained).values())
-        self._step("drain", f"over, {aborted} requests were aborted" if aborted else "over, every request has ended")
+    def _revert(self, old: Plan, error: Reverted, gone: Collection[str] = (), come: Iterable[Child] = ()) -> NoReturn:
+        """Back to the old plan by the same steps, as an epoch of its own; what it left is still there, warm.
 
-    def _is_drained(self, asked: dict[str, int], leaving: Collection[str]) -> bool:
-        self._look_for_trouble()
-        if not all(self._has(Drained, name, generation) for name, generation in asked.items() if name not in leaving):
-            return False
-        return all(self._has(Drained, name, asked[name]) for name in leaving if name in asked)
-
-    def _probation(self) -> None:
-        self._step("probation", f"for {self._probation_s:g} s")
-        self._waited(self._look_for_trouble, self._probation_s)
-
-    def _retire(self, leaving: Collection[str]) -> None:
-        self._step("retire", ", ".join(leaving) or "the old stages are closed")
-        supervisor = self.supervisor
-        for name in leaving:
-            supervisor.channel.send_event(name, Stop())
-        children = [supervisor.children[name] for name in leaving if name in supervisor.children]
-        self._waited(lambda: not any(child.alive for child in children), ABORT_S)
-        supervisor.end(children)
-        supervisor.tell_all(Retire(number=self._number))
-
-    def _revert(self, old: Plan, error: Reverted) -> None:
-        """Back to the old plan by the same steps, as an epoch of its own."""
+        gone, come: the instances that left and came by the change that is taken back. Raises Reverted in the end.
+        """
         self._step("rollback", error.message)
         supervisor = self.supervisor
         bad, back = supervisor.plan, msgspec.structs.replace(old, epoch=supervisor.plan.epoch + 1)
         self._number += 1
         self._news.clear()
-        replaced = compare(bad, back, supervisor.load).workers()
-        leaving = supervisor.leavers(back, replaced)
+        for name in gone:
+            if name in supervisor.children:
+                supervisor.children[name].leaving = False
+        leaving = [child.name for child in come if child.name in supervisor.children]
+        if not gone and not leaving:
+            leaving = supervisor.leavers(back, compare(bad, back, supervisor.load).workers())
         if self.underway is not None:
             self.underway = msgspec.structs.replace(
                 self.underway, number=self._number, kind="revert", old=bad, new=back, step="begin"
@@ -323,10 +331,11 @@ class Controller:
         born = supervisor.give_birth(back, leaving)
         self._note_who(leaving, born)
         try:
-            self._prepare(bad, back, leaving, born, ())
+            self._prepare(bad, back, leaving, born, (), back=True)
             self._switch(back, leaving, born)
-            self._drain(leaving)
-            self._retire(leaving)
+            settling = Settling(self, leaving, watches=False)
+            settling.drain(switched(self))
+            settling.retire()
         except FlowInferError as again:
             if self.underway is not None:
                 self.underway.kind = "restart"
@@ -340,7 +349,7 @@ class Controller:
     def resumed(self, change: Underway) -> Iterator[None]:
         """Within it, the change that a predecessor died in is this one's."""
         self._busy, self._tell, self._number = True, self.supervisor.say, change.number
-        self._drain_s, self._probation_s = change.drain_s, change.probation_s
+        self.manner = change.manner
         self._news.clear()
         try:
             yield
@@ -358,15 +367,14 @@ class Controller:
                 if child.on_trial and child.state != "ready":
                     raise Reverted(f"worker {child.name} died meanwhile")
             supervisor.introduce([child for child in born if child.state == "ready"])
-            if not self._waited(lambda: self._switched(dict(asked)), SWITCH_S):
+            if not self.waited(lambda: self._switched(dict(asked)), SWITCH_S):
                 raise Reverted(f"not every worker switched within {SWITCH_S:g} s")
-            self._drain(leaving)
-            self._probation()
+            settling = self._settle(leaving, None)
         except Reverted as error:
             if change.kind == "revert":
                 raise
-            self._revert(change.old, error)
-        self._retire(leaving)
+            self._revert(change.old, error, leaving, born)
+        settling.retire()
         if change.kind == "revert":
             raise Reverted("Taken back, by the controller that came after.")
         self.finish(change)
@@ -377,7 +385,7 @@ class Controller:
 
     # -- waiting for workers -------------------------------------------------------------------------------------------
 
-    def _waited(self, claim: Callable[[], bool], limit_s: float) -> bool:
+    def waited(self, claim: Callable[[], bool], limit_s: float) -> bool:
         """Keeps the service going until the claim holds; False when the time is over."""
         deadline = time.monotonic() + limit_s
         while not claim():
@@ -389,28 +397,29 @@ class Controller:
             self.supervisor.pump(min(0.1, left))
         return True
 
-    def _look_for_trouble(self) -> bool:
-        for _, event in self._said(Trouble):
-            raise Reverted(f"stage {event.stage!r} broke: {event.error}")
-        return False
-
-    def _said(self, kind: type[T]) -> list[tuple[tuple[str, int], T]]:
+    def said(self, kind: type[T]) -> list[tuple[tuple[str, int], T]]:
         found = [((name, generation), event) for name, generation, event in self._news if isinstance(event, kind)]
         return [pair for pair in found if getattr(pair[1], "number", self._number) == self._number]
 
-    def _answers(self, kind: type[T]) -> dict[str, T]:
-        return {name: event for (name, _), event in self._said(kind)}
+    def forget(self, kind: type[Event]) -> None:
+        """What was said so far of this kind is old."""
+        self._news = [
+            (name, generation, event) for name, generation, event in self._news if not isinstance(event, kind)
+        ]
+
+    def answers(self, kind: type[T]) -> dict[str, T]:
+        return {name: event for (name, _), event in self.said(kind)}
 
     def waited_for(self, kind: type[Event], name: str, generation: int, limit_s: float) -> bool:
         """Keeps the service going until this instance has said so, or is gone; False when the time is over."""
-        return self._waited(lambda: self._has(kind, name, generation), limit_s)
+        return self.waited(lambda: self.has(kind, name, generation), limit_s)
 
-    def _has(self, kind: type[Event], name: str, generation: int) -> bool:
+    def has(self, kind: type[Event], name: str, generation: int) -> bool:
         """True when this instance said so, or is gone: its successor starts with the new plan."""
         child = self.supervisor.children.get(name)
         if child is None or child.generation != generation or child.state == "down":
             return True
-        return any(who == (name, generation) for who, _ in self._said(kind))
+        return any(who == (name, generation) for who, _ in self.said(kind))
 
     def _step(self, step: str, text: str = "") -> None:
         if trouble := self.journal.try_write(self._number, self.supervisor.plan.epoch, step, text):

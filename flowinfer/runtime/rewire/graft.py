@@ -41,12 +41,18 @@ class Layer:
 
 
 class Graft:
-    """Prepared stages and settings for one group. `build`, `open`, then `switch` or `discard`."""
+    """Prepared stages and settings for one group. `build`, `open`, then `switch` or `discard`.
 
-    def __init__(self, group: Group, plan: Plan, stages: Iterable[str], renew: Collection[str] = ()) -> None:
+    back: a change is taken back, so stages that it replaced and that are still open are used again, warm as they are.
+    """
+
+    def __init__(
+        self, group: Group, plan: Plan, stages: Iterable[str], renew: Collection[str] = (), *, back: bool = False
+    ) -> None:
         self.group, self.plan = group, plan
         self.stages = [plan.stages[name] for name in stages]
-        self.renew = renew
+        self.renew, self.back = renew, back
+        self.reused: dict[str, StageRun] = {}
         self.made: dict[str, StageRun] = {}
         self.live: list[tuple[StageRun, StagePlan, StageConfig]] = []
 
@@ -56,6 +62,8 @@ class Graft:
         """Makes new stages and validates live settings. Raises StageError; nothing that runs is touched."""
         for stage in self.stages:
             run = self.group.by_name.get(stage.name)
+            if self.back and (warm := self.group.warm_run(stage)) is not None:
+                self.reused[stage.name] = run = warm
             if run is None or stage.name in self.renew or not is_live(type(run.stage), run.plan, stage):
                 self.made[stage.name] = self.group.make(stage)
             elif run.plan.config != stage.config:
@@ -110,6 +118,9 @@ class Graft:
     def _rewire(self) -> Layer | None:
         group, names = self.group, [stage.name for stage in self.stages]
         kept = {name: run for name, run in group.by_name.items() if name in names and name not in self.made}
+        kept |= self.reused
+        for older in group.layers:
+            older.runs = [run for run in older.runs if run not in self.reused.values()]
         now = {name: self.made[name] if name in self.made else kept[name] for name in names}
         taken = {request for layer in group.layers for request in layer.ids}
         layer = Layer(set(group.open_requests) - taken)
@@ -140,7 +151,7 @@ class Graft:
         target = now.get(edge.target)
         if target is None:
             outbox = self.group.outbox_of(edge)
-            outbox.edge = edge
+            outbox.reshape(edge)
             return outbox
         inbox = target.inboxes[edge.port]
         for have in (have for edges in run.outputs.values() for have in edges):

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
 from flowinfer.errors import FlowInferError, RequestError
 from flowinfer.graph.plan import EdgePlan, Plan
-from flowinfer.message import Event
+from flowinfer.message import Event, Leave
 from flowinfer.observe import logs
 from flowinfer.runtime.events import (
     SUPERVISOR,
     Abandon,
+    Count,
+    Counted,
     Drained,
     Hurry,
     Leavers,
@@ -63,8 +65,10 @@ class Member:
                 self.leaving |= set(event.names)
             case Abandon(number=number) if number == self._number:
                 self._abandon()
-            case Hurry(number=number) if number == self._number:
-                self._hurry()
+            case Hurry(number=number, mode=mode) if number == self._number:
+                self._hurry(mode)
+            case Count(number=number):
+                self._say(self._count(number))
             case Retire(number=number) if number == self._number:
                 self._retire()
 
@@ -74,11 +78,13 @@ class Member:
         self._abandon()
         self._number = event.number
         worker = self.worker
+        if not event.back:
+            worker.drain_layers()
         try:
             plan = msgspec.json.decode(event.plan, type=Plan)
             own = plan.workers[worker.worker].stages
             worker.load_from(plan)
-            graft = Graft(worker, plan, own, event.renew)
+            graft = Graft(worker, plan, own, event.renew, back=event.back)
             graft.build()
         except Exception as error:  # whatever is wrong with it, what runs goes on
             self._say(Prepared(number=event.number, error=_describe(error)))
@@ -121,18 +127,25 @@ class Member:
         logs.set_level(plan.log_level(self.worker.worker))
         log.info("%s runs epoch %d", self.worker.name, plan.epoch)
         self._resize(before, plan)
-        self.leaving = set(event.leaving)
-        for outbox in self.worker.outputs.values():
-            for name in self.leaving:
-                outbox.leave(name)
+        self._part_from(set(event.leaving))
         self._aborted = 0
         self._step = "switched"
         self._say(Switched(number=event.number))
         self._watch()
 
+    def _part_from(self, leaving: set[str]) -> None:
+        """These instances get nothing new; who was to leave and isn't among them stays after all."""
+        for outbox in self.worker.outputs.values():
+            for name in self.leaving - leaving:
+                outbox.stay(name)
+            for name in leaving:
+                outbox.leave(name)
+        if self.worker.name in self.leaving - leaving:
+            self.worker.emit(Leave(mode="stay"), self.worker.name)
+        self.leaving = leaving
+
     def _watch(self) -> None:
-        """Reports once nothing old is left, and looks again until then."""
-        self.worker.drain_layers()
+        """Reports once nothing old is left, and looks again until then. The old stages stay open until `Retire`."""
         if self.is_drained():
             self._step = "drained"
             self._say(Drained(number=self._number, aborted=self._aborted))
@@ -145,15 +158,20 @@ class Member:
         self._watch()
 
     def is_drained(self) -> bool:
-        if self.worker.layers:
+        """True when no request needs what this worker has of the old side."""
+        if not all(layer.is_drained(self.worker.open_requests) for layer in self.worker.layers):
             return False
         if self.worker.name in self.leaving:
             return not self.worker.open_requests and not any(box.waiting for box in self.worker.outputs.values())
         return not any(box.owes(name) for box in self.worker.outputs.values() for name in self.leaving)
 
-    def _hurry(self) -> None:
-        """Fails what is left of the old requests here."""
+    def _hurry(self, mode: Literal["handoff", "replay", "abort"]) -> None:
+        """Moves what is left of the old requests here, or fails it."""
         worker = self.worker
+        if mode != "abort":
+            if worker.name in self.leaving:
+                worker.emit(Leave(mode=mode), worker.name)
+            return
         left = {request for layer in worker.layers for request in layer.ids if request in worker.open_requests}
         if worker.name in self.leaving:
             left |= set(worker.open_requests)
@@ -165,6 +183,29 @@ class Member:
     def _retire(self) -> None:
         self.on_probation = False
         self.leaving = set()
+        self._close_old()
+
+    def _close_old(self) -> None:
+        self.worker.drain_layers()
+        if self.worker.layers and not self.on_probation:  # what was aborted ends within a moment
+            self.worker.call_at(None, self.worker.clock.now() + CHECK_S, self._close_old)
+
+    def _count(self, number: int) -> Counted:
+        worker = self.worker
+        sent = tuple(
+            (edge, consumer.name, consumer.num_sent)
+            for edge, outbox in worker.outputs.items()
+            for consumer in outbox.consumers.values()
+        )
+        layered = [request for layer in worker.layers for request in layer.ids if layer.runs]
+        return Counted(
+            number=number,
+            sent=sent,
+            received=tuple(found for found in worker.grants.counts() if found[1] in worker.peers),
+            open=len(worker.open_requests),
+            layered=len(layered),
+            left=sum(request in worker.open_requests for request in layered),
+        )
 
     # -- credit --------------------------------------------------------------------------------------------------------
 
@@ -176,6 +217,7 @@ class Member:
             self.worker.inputs[name] = (now, inbox, held)
             if edge.source in before.stages:
                 self._regrant(name, edge, now, before, plan)
+                self._grant_lanes(edge, now)
 
     def _regrant(self, name: str, edge: EdgePlan, now: EdgePlan, before: Plan, plan: Plan) -> None:
         worker = self.worker
@@ -190,8 +232,16 @@ class Member:
             return
         worker.grants.share(name, wanted)
         for peer in worker.producers_of(now) if wanted != share else ():
-            for lane in now.lanes:
+            for lane in now.lanes if now.lanes == edge.lanes else ():
                 worker.channel.send_event(peer, Regrant(edge=name, lane=lane, amount=wanted - share))
+
+    def _grant_lanes(self, edge: EdgePlan, now: EdgePlan) -> None:
+        """Lanes that are new get their producers' whole share; those that stay, nothing more."""
+        share = self.worker.grants.share_of(edge.name)
+        for peer in self.worker.producers_of(now) if now.lanes != edge.lanes else ():
+            for lane in now.lanes:
+                if lane not in edge.lanes:
+                    self.worker.channel.send_event(peer, Regrant(edge=edge.name, lane=lane, amount=share))
 
     def _say(self, event: Event) -> None:
         self.worker.channel.send_event(SUPERVISOR, event)

@@ -41,11 +41,23 @@ class Tap(msgspec.Struct, frozen=True, kw_only=True):
     sample: float = 1.0
 
 
+class Manner(msgspec.Struct, frozen=True, kw_only=True):
+    """How a change is made. drain: modes as flowinfer.spec.drain reads them; "": as the file's `serve.drain` says.
+
+    probation_s: how long after the drain a breach leads back to what ran before.  max_errors: by how much the share of
+    failed requests may rise meanwhile.  max_latency: by which factor the medians of first tokens and of tokens may.
+    """
+
+    drain: str = ""
+    probation_s: float = 2.0
+    max_errors: float = 0.05
+    max_latency: float = 3.0
+
+
 class Request(msgspec.Struct, frozen=True, kw_only=True):
     """What the service is asked. plan: what it shall become.  renew: stages to build anew even if nothing differs.
 
-    drain_s: how long the old may end its requests before they are failed; None: as `serve.drain_timeout` says.
-    probation_s: how long after the switch a stage that breaks leads back to the plan before.
+    manner: how a change is made.
     """
 
     do: Literal["status", "plan", "apply", "rollback", "history", "tap"]
@@ -53,8 +65,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     source: Source = Source()
     renew: tuple[str, ...] = ()
     note: str = ""
-    drain_s: float | None = None
-    probation_s: float = 2.0
+    manner: Manner = Manner()
     tap: Tap | None = None
 
 
