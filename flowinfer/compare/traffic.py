@@ -1,7 +1,8 @@
 """Requests made from a trace: prompts of made-up tokens that share what the traced ones shared, at the traced times.
 
 Equal block ids become equal token blocks, so that the cache finds in them what it would have found in the originals;
-lengths and times can be scaled down to what the machine at hand can run.
+lengths and times can be scaled down to what the machine at hand can run. Times hold within the groups that are sent
+together: between them both sides take turns.
 """
 
 from __future__ import annotations

@@ -70,7 +70,9 @@ def sentence(figure: Figure) -> str:
 def amount(figure: Figure) -> str:
     """The size of the change, without its sign."""
     size = abs(figure.change or 0) * 100
-    return f"{size:.1f} points" if figure.unit == "share" else f"{size:.0f} %"
+    if figure.unit == "share":
+        return f"{size:.1f} points"
+    return f"{size:.0f} %" if size >= 1 else f"{size:.1f} %"
 
 
 def change(figure: Figure) -> str:
