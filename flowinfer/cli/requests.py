@@ -59,6 +59,12 @@ _OPTIONS = (
     click.option("--on", default="builtin", show_default=True, metavar="FILE", help="Requests or a trace: JSON lines."),
     click.option("--first", type=click.IntRange(1), metavar="N", help="Of a trace, the first N requests."),
     click.option("--trace-scale", type=_POSITIVE, default=1.0, metavar="X", help="Makes a trace's lengths X times."),
-    click.option("--trace-speed", type=_POSITIVE, default=1.0, metavar="X", help="Its windows of --in-flight requests X times as fast."),
+    click.option(
+        "--trace-speed",
+        type=_POSITIVE,
+        default=1.0,
+        metavar="X",
+        help="Its windows of --in-flight requests X times as fast.",
+    ),
     click.option("--trace-block", type=click.IntRange(1), default=512, metavar="N", help="Tokens of a trace's block."),
 )
