@@ -66,7 +66,7 @@ class Inbox:
             self.messages.clear()
             self.num_taken += len(messages)
             if self.has_tokens:
-                for message in messages:
+                for message in messages:  # 17 ns each; sum() and map() take longer
                     self.num_tokens += len(message.tokens)  # type: ignore[attr-defined]
         if debts:
             self.debts = []

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 from flowinfer.graph.plan import API, EdgePlan, StagePlan
-from flowinfer.message import Message
+from flowinfer.message import Message, type_registry
 from flowinfer.runtime.inbox import Debt, Inbox
 from flowinfer.runtime.outbox import Outbox, has_tokens
 from flowinfer.stage import Stage, ports
@@ -51,7 +51,10 @@ class StageRun:
         self.stage = stage
         self.held = held
         self.input_types = {port.name: port.message for port in inputs}
-        self.inboxes = {name: Inbox(has_tokens=has_tokens(self.input_types.get(name))) for name in names}
+        self.inboxes = {
+            name: Inbox(has_tokens=all(has_tokens(port.message) for port in inputs if port.name == name))
+            for name in names
+        }
         self.output_types = {port.name: port.message.__name__ for port in outputs}
         self.outputs: Outputs = {}
         self.layers: list[tuple[Layer, Outputs]] = []
@@ -72,8 +75,15 @@ class StageRun:
         self.outputs.setdefault(output.edge.message, []).append(output)
         if isinstance(output, Outbox):
             self.outboxes.append(output)
+            self._count_tokens(output)
         if self._holds_up(output):
             self._gates.append(output)
+
+    def _count_tokens(self, output: Outbox) -> None:
+        """Tokens are counted as they come in; where what comes in has none, as they go out."""
+        output.counts_tokens = has_tokens(type_registry.get(output.edge.message)) and not any(
+            inbox.has_tokens for inbox in self.inboxes.values()
+        )
 
     def _holds_up(self, output: FusedEdge | Outbox) -> bool:
         """Whether this stage waits while the edge is full. Where arm B branches off, A doesn't wait for it."""
@@ -104,6 +114,8 @@ class StageRun:
         edges = dict.fromkeys(edge for outputs in ways for group in outputs.values() for edge in group)
         self._gates = [edge for edge in edges if self._holds_up(edge)]
         self.outboxes = [edge for edge in edges if isinstance(edge, Outbox)]
+        for outbox in self.outboxes:
+            self._count_tokens(outbox)
         self.routes.clear()
 
     @property

@@ -75,7 +75,7 @@ def _tokens(group: Group, run: StageRun) -> int | None:
     loops = {edge.port for edge in group.plan.edges if edge.back and edge.target == run.name}
     inboxes = [inbox for port, inbox in run.inboxes.items() if not loops or port in loops]
     taken = [inbox.num_tokens for inbox in inboxes if inbox.has_tokens]
-    given = [outbox.num_tokens for outbox in run.outboxes if outbox.has_tokens]
+    given = [outbox.num_tokens for outbox in run.outboxes if outbox.counts_tokens]
     return sum(taken) if taken else sum(given) if given else None
 
 
