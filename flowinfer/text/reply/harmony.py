@@ -10,6 +10,7 @@ from flowinfer.text.reply.delta import Delta
 MESSAGE = "<|message|>"
 ENDS = ("<|end|>", "<|call|>", "<|return|>", "<|start|>", "<|channel|>")
 MARKERS = (MESSAGE, *ENDS, "<|constrain|>")
+_MAX_HEADER = 1024
 _CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
 _RECIPIENT = re.compile(r"to=(?:functions\.)?([^\s<]+)")
 
@@ -40,6 +41,11 @@ class Harmony:
 
     def _header(self) -> bool:
         header, marker, rest = find_marker(self._buffer, (MESSAGE,))
+        if len(header) > _MAX_HEADER:  # a model that doesn't keep to its format: it isn't held back for ever
+            self._kind, self._buffer = "text", self._buffer[_MAX_HEADER:]
+            self._num_messages += 1
+            self._add(header[:_MAX_HEADER])
+            return True
         if marker is None:
             return False
         self._buffer = rest

@@ -31,6 +31,8 @@ class JsonCall:
     def read(self, text: str, delta: Delta) -> str | None:
         if self._arguments is None and not self._tail:
             self.unread += text
+            if (start := self._start()) > MAX_NAME:
+                raise NotACall(start)
             head = self._head()
             if head is None:
                 return self._whole(delta)
@@ -62,8 +64,9 @@ class JsonCall:
     def _whole(self, delta: Delta) -> str | None:
         """Waits for the end of the object, then takes it as a whole."""
         start = self._start()
-        first = _FIRST_KEY.match(self.unread, start)
-        if self.unread[start : start + 1] not in ("", "{") or (first is not None and first[1] not in _KEYS):
+        first = _FIRST_KEY.match(self.unread, start, start + _MAX_HEAD)
+        late = first is None and len(self.unread) >= start + _MAX_HEAD
+        if late or self.unread[start : start + 1] not in ("", "{") or (first is not None and first[1] not in _KEYS):
             raise NotACall(min(start + 1, len(self.unread)))
         at, self._seen = max(start, self._seen), len(self.unread)
         end = self._object.end(self.unread, at)
@@ -103,9 +106,9 @@ class NamedCall:
         """Text from the arguments on, once they begin."""
         name, marker, rest = find_marker(self.unread, self._ends)
         rest = marker + rest if marker == "{" else rest
-        if len(name) > MAX_NAME or "\n" in name.strip():
-            raise NotACall
         body = rest.lstrip()
+        if max(len(name), len(rest) - len(body)) > MAX_NAME or "\n" in name.strip():
+            raise NotACall
         if marker is None or not body:
             return ""
         name = name.partition("[CALL_ID]")[0].strip()  # Mistral's own ids; ours take their place

@@ -33,6 +33,7 @@ class Parser:
         self._strings = strings or {}
         self._thinking = thinking
         self._buffer = ""  # read, but not yet understood
+        self._space: list[str] = []  # white space before anything else
         self._state: Callable[[], bool] = self._opening if reasoning else self._front
         self._edges = Edges(front=False)
         self._opened: list[str] = []  # what is text if no call follows: markers, and what stands between them
@@ -58,7 +59,7 @@ class Parser:
             self.delta.reasoning.append(self._buffer.strip())
             return
         elif self._state != self._seeking or not self.delta.num_calls:
-            self._say("".join([*self._opened, self._buffer]))
+            self._say("".join([*self._space, *self._opened, self._buffer]))
         if not self.delta.num_calls:
             self.delta.text.append(self._edges.rest())
 
@@ -66,7 +67,7 @@ class Parser:
 
     def _opening(self) -> bool:
         """Before anything: does the answer open reasoning?"""
-        start = self._buffer.lstrip()
+        start = self._begin()
         if start.startswith(THINK_OPEN):
             self._buffer = start[len(THINK_OPEN) :]
         elif THINK_OPEN.startswith(start):
@@ -74,8 +75,15 @@ class Parser:
         elif not self._thinking:
             self._state = self._front
             return True
-        self._edges, self._state = Edges(front=True), self._reasoning
+        self._space, self._edges, self._state = [], Edges(front=True), self._reasoning
         return True
+
+    def _begin(self) -> str:
+        """What comes behind white space, which is set aside: an answer may be white space for ever."""
+        start = self._buffer.lstrip()
+        self._space.append(self._buffer[: len(self._buffer) - len(start)])
+        self._buffer = start
+        return start
 
     def _reasoning(self) -> bool:
         text, marker, self._buffer = find_marker(self._buffer, (THINK_CLOSE,))
@@ -87,13 +95,12 @@ class Parser:
 
     def _front(self) -> bool:
         """Before any text: some calls count only here."""
-        if self._tools is None or not self._tools.at_start:
-            self._state = self._text
-            return True
-        start = self._buffer.lstrip()
-        if not start:
+        may_call = self._tools is not None and self._tools.at_start
+        start = self._begin() if may_call else self._buffer
+        if may_call and not start:
             return False
-        if start.startswith(self._tools.open):
+        self._buffer, self._space = "".join([*self._space, start]), []
+        if self._tools is not None and may_call and start.startswith(self._tools.open):
             self._seek("", self._buffer)
         else:
             self._state = self._text

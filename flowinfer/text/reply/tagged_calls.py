@@ -25,7 +25,7 @@ class TaggedCall:
         self._opened = False
         self._num_keys = 0
         self._key = ""
-        self._value: list[str] = []  # of a value that is judged as a whole
+        self._value: list[str] = []  # of a key, or of a value that is judged as a whole
         self._emit: Callable[[Delta, str], None] = self._collect
         self._fresh = True  # nothing of the value was read
 
@@ -42,8 +42,9 @@ class TaggedCall:
 
     def _name(self, delta: Delta) -> bool:
         syntax = self._syntax
-        name, marker, rest = find_marker(self.unread.lstrip(), (syntax.name_end, syntax.key_open, syntax.close))
-        if len(name) > MAX_NAME or "<" in name or "{" in name:
+        space = len(self.unread) - len(self.unread.lstrip())
+        name, marker, rest = find_marker(self.unread[space:], (syntax.name_end, syntax.key_open, syntax.close))
+        if max(space, len(name)) > MAX_NAME or "<" in name or "{" in name:
             raise NotACall
         if marker is None:
             return False
@@ -63,27 +64,35 @@ class TaggedCall:
             delta.add_arguments("}")
             self._state = None
         else:
-            self._state = self._in_key
+            self._value, self._state = [], self._in_key
         return True
 
     def _in_key(self, delta: Delta) -> bool:
-        key, marker, rest = find_marker(self.unread, (self._syntax.key_end,))
-        if marker is None:
+        key = self._up_to(self._syntax.key_end)
+        if key is None:
             return False
-        self._key, self.unread, self._state = key.strip(), rest, self._in_attributes
+        self._key, self._state = key.strip(), self._in_attributes
         return True
 
     def _in_attributes(self, delta: Delta) -> bool:
-        attributes = ""
+        attributes: str | None = ""
         if self._syntax.value_open:
-            attributes, marker, rest = find_marker(self.unread, (self._syntax.value_open,))
-            if marker is None:
+            attributes = self._up_to(self._syntax.value_open)
+            if attributes is None:
                 return False
-            self.unread = rest
         delta.add_arguments((", " if self._num_keys else "") + json.dumps(self._key, ensure_ascii=False) + ": ")
         self._num_keys += 1
         self._emit, self._state, self._fresh, self._value = self._way(attributes), self._in_value, True, []
         return True
+
+    def _up_to(self, end: str) -> str | None:
+        """All before `end`, None while that isn't there: what was searched isn't searched again."""
+        text, marker, self.unread = find_marker(self.unread, (end,))
+        self._value.append(text)
+        if marker is None:
+            return None
+        found, self._value = "".join(self._value), []
+        return found
 
     def _way(self, attributes: str) -> Callable[[Delta, str], None]:
         if self._syntax.attributes:

@@ -203,3 +203,22 @@ def test_ids_are_unique_and_mistrals_have_nine_characters() -> None:
         ids[name] = {part.id for part in parser.delta.calls}
         assert len(ids[name]) == 2
     assert all(len(id) == 9 and id.isalnum() for id in ids["mistral"])
+
+
+LOOPS = ["a", "<", "{", "[", " ", "\n", "</t", '"\\']
+
+
+@pytest.mark.parametrize("name", ANSWERS)
+def test_a_model_that_loops_within_a_marker_or_header_comes_to_an_end(name: str) -> None:
+    if name == "harmony":
+        heads = ["", "<|channel|>", "<|channel|>analysis<|message|>x<|end|>"]
+    else:
+        written = TOOL_FORMATS[name].written
+        start = written.before + written.head.replace("{name}", "f")
+        heads = ["", written.before, start, f'{written.before}{{"', TOOL_FORMATS[name].open]
+        heads += [start + written.text[0].partition("{key}")[0]] if written.text else []
+    for head in heads:
+        for loop in LOOPS:
+            text = head + loop * (3000 // len(loop))
+            expected = read(form_of(name), [text])
+            assert read(form_of(name), [text[at : at + 7] for at in range(0, len(text), 7)]) == expected, head + loop
