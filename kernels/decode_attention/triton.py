@@ -147,11 +147,12 @@ def _decode_attention(
         before = tl.atomic_add(arrived + b * K + h, 1, sem="acq_rel", scope="gpu")
         if before == splits - 1:
             tl.store(arrived + b * K + h, 0)
-            c = tl.arange(0, BC)[:, None]
-            i = tl.arange(0, BS)[None, :]
+            mg = tl.arange(0, BC)[:, None]
+            mi = tl.arange(0, BS)[None, :]
             for first_head in tl.static_range(0, G, BC):  # all loads at once: one by one, they took 10 us
-                there = (first_head + c < G) & (i < splits)
-                base = ((b * N + h * G + first_head + c) * splits + i).to(tl.int64)
+                heads_in = first_head + mg < G
+                there = heads_in & (mi < splits)
+                base = ((b * N + h * G + first_head + mg) * splits + mi).to(tl.int64)
                 tops = tl.load(peaks + base * 2, mask=there, other=float("-inf"), cache_modifier=".cg")
                 totals = tl.load(peaks + base * 2 + 1, mask=there, other=0.0, cache_modifier=".cg")
                 parts = tl.load(
@@ -159,10 +160,10 @@ def _decode_attention(
                     mask=there[:, :, None] & (dk < D)[None, None, :], other=0.0, cache_modifier=".cg",
                 )  # fmt: skip
                 top = tl.maximum(tl.max(tops, 1), -1e30)  # heads that pad a group have none
-                weight = tl.exp2(tops - top[:, None])
-                total = tl.maximum(tl.sum(weight * totals, 1), 1e-30)
-                whole = tl.sum(weight[:, :, None] * parts, 1) / total[:, None]
-                at = out + (b * N + h * G + first_head + c) * D + d
-                tl.store(at, whole.to(out.dtype.element_ty), mask=(first_head + c < G) & in_d)
+                share = tl.exp2(tops - top[:, None])
+                whole_total = tl.maximum(tl.sum(share * totals, 1), 1e-30)
+                whole = tl.sum(share[:, :, None] * parts, 1) / whole_total[:, None]
+                merged_at = out + (b * N + h * G + first_head + mg) * D + d
+                tl.store(merged_at, whole.to(out.dtype.element_ty), mask=heads_in & in_d)
     else:
         tl.store(out_at, (acc / total[:, None]).to(out.dtype.element_ty), mask=in_g & in_d)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from flowinfer.kernels import tuned
+
 
 def launch_route(logits, ids, weights, norm_topk):
     """Arguments as checked by route."""
@@ -66,6 +68,9 @@ def _most_blocks(num_pairs: int, num_experts: int, block_m: int) -> int:
 def _tiles(num_pairs: int, num_experts: int, size_in: int, element_size: int, *, gated: bool):
     """Rows of a tile by the rows that an expert gets on average; the weight tile keeps its size."""
     mean = num_pairs / num_experts
+    steps = tuned.read("experts", tuned.card()).get(f"{'gated' if gated else 'down'} {num_experts} x {size_in}")
+    if steps and element_size == 2:
+        return tuned.nearest(steps, mean)
     if element_size == 4:
         return 16 if mean <= 12 else 32, 32, 32, 4, 2
     if mean <= 12:

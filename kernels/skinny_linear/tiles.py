@@ -13,7 +13,7 @@ def tiles(rows: int, size_out: int, size_in: int, element_size: int, gated: bool
         block_k = _block_k(size_in, 128)
         return 32 if rows <= 32 else 64, 32, block_k, 4, 4 if size_in >= 4 * block_k else 2
     if gated:
-        return (16, 64, 128, 2, 3) if size_in % 128 == 0 else (16, 32, _block_k(size_in, 64), 4, 5)
+        return (16, 32, 128, 4, 3) if size_in % 128 == 0 else (16, 32, _block_k(size_in, 64), 4, 5)
     return (16, 16, 512, 2, 3) if size_in % 512 == 0 else (16, 32, _block_k(size_in, 64), 4, 5)
 
 

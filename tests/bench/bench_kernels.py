@@ -22,6 +22,7 @@ import torch
 import torch.nn.functional as F
 
 from flowinfer.kernels import decode_attention as decode_module
+from flowinfer.kernels import tuned
 from flowinfer.kernels.decode_attention import DecodeBatch, Scratch, decode_attention
 from flowinfer.kernels.decode_attention import triton as decode_kernel
 from flowinfer.kernels.experts import bucket, gather_gated, route, weighted
@@ -245,6 +246,12 @@ def expert_candidates() -> list[tuple[int, int, int, int]]:
     return [(bn, bk, warps, stages) for (bn, bk), warps, stages in itertools.product(sizes, (4, 8), (3, 4))]
 
 
+def expert_fits(block_m: int, candidate: tuple[int, int, int, int], which: str) -> bool:
+    """Whether the tiles in flight fit the shared memory of a multiprocessor."""
+    block_n, block_k, _, stages = candidate
+    return (block_m + block_n * (2 if which == "gated" else 1)) * block_k * 2 * stages <= 220_000
+
+
 def expert_setup(rows: int) -> tuple[Any, ...]:
     torch.manual_seed(0)
     hidden, width, num, top, layers = 2048, 768, 128, 8, 3
@@ -268,16 +275,16 @@ def warm_expert(job: tuple[int, tuple[int, int, int, int], str]) -> None:
     """Compiles one candidate in a process of its own."""
     block_m, candidate, which = job
     try:
-        gate_up = torch.randn(4, 1536, 2048, device=DEVICE, dtype=BF16)
-        down = torch.randn(4, 2048, 768, device=DEVICE, dtype=BF16)
+        gate_up = torch.empty(128, 1536, 2048, device=DEVICE, dtype=BF16)
+        down = torch.empty(128, 2048, 768, device=DEVICE, dtype=BF16)
         x = torch.randn(8, 2048, device=DEVICE, dtype=BF16)
-        ids, weights = route(torch.randn(8, 128, device=DEVICE, dtype=BF16)[:, :4].contiguous(), 2, norm_topk=True)
-        routing = bucket(ids, weights, 4)
+        ids, weights = route(torch.randn(8, 128, device=DEVICE, dtype=BF16), 8, norm_topk=True)
+        routing = bucket(ids, weights, 128)
         set_expert_tiles(block_m, candidate, candidate)
         if which == "gated":
             gather_gated(x, gate_up, routing)
         else:
-            weighted(torch.randn(16, 768, device=DEVICE, dtype=BF16), down, routing)
+            weighted(torch.randn(64, 768, device=DEVICE, dtype=BF16), down, routing)
     except Exception as error:
         print("skip", job, str(error)[:80])
 
@@ -287,6 +294,7 @@ def search_experts(rows_list: tuple[int, ...]) -> list[dict[str, Any]]:
     for rows in rows_list:
         gate_up, down, x, routing = expert_setup(rows)
         touched = int((routing.counts > 0).sum())
+        set_expert_tiles(16, (32, 128, 4, 3), (64, 128, 4, 3))
         h = gather_gated(x, gate_up[0], routing)
         for which in ("gated", "down"):
             results = []
@@ -313,6 +321,16 @@ def search_experts(rows_list: tuple[int, ...]) -> list[dict[str, Any]]:
     return found
 
 
+def keep_experts(results: list[dict[str, Any]]) -> None:
+    """Enters the best tiles by mean rows of an expert (8 choices of 128)."""
+    shapes: dict[str, Any] = {}
+    for row in results:
+        if row["op"] == "experts":
+            key = f"{row['case']} 128 x {2048 if row['case'] == 'gated' else 768}"
+            shapes.setdefault(key, []).append([row["rows"] * 8 / 128, list(row["tiles"])])
+    tuned.write("experts", tuned.card(), shapes)
+
+
 def time_grouped() -> list[dict[str, Any]]:
     """torch's grouped product at prefill sizes."""
     rows, num = 16_384 * 8, 128
@@ -334,6 +352,7 @@ def main() -> None:
     parser.add_argument("--rows", default="1,32,64")
     parser.add_argument("--expert-rows", default="8,128,256,512")
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--write", action="store_true", help="keep the best tiles in the kernels' tuned.json")
     args = parser.parse_args()
     only, rows = args.only.split(","), tuple(int(r) for r in args.rows.split(","))
     expert_rows = tuple(int(r) for r in args.expert_rows.split(","))
@@ -343,7 +362,8 @@ def main() -> None:
         for r in rows for tiles in linear_candidates(r) for case in (0, 1, 4)
     ] if "linear" in only else []  # fmt: skip
     jobs_expert = [
-        (m, c, which) for m in (16, 32, 64) for c in expert_candidates() for which in ("gated", "down")
+        (m, c, which)
+        for m in (16, 32, 64) for c in expert_candidates() for which in ("gated", "down") if expert_fits(m, c, which)
     ] if "experts" in only else []  # fmt: skip
     jobs_attention = [
         (name, rows, launch) for name in MODELS for rows in (1, 512) for launch in itertools.product((2, 4, 8), (2, 3, 4))
@@ -372,6 +392,8 @@ def main() -> None:
                 results += part()
             except Exception as error:
                 print(name, "broke:", repr(error)[:300])
+            if name == "experts" and args.write:
+                keep_experts(results)
             print(f"-- {name}: {time.perf_counter() - began:.0f} s", flush=True)
             if args.json:
                 args.json.write_text(json.dumps(results, indent=1))
