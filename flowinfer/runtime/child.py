@@ -37,6 +37,7 @@ class Child:
     worker: str
     replica: int
     generation: int = 0
+    epoch: int = 0  # of the plan that this generation was started with
     state: State = "down"
     endpoints: Endpoints | None = None
     opening: str = ""  # the stage that it opens now
@@ -72,6 +73,7 @@ class Child:
             process_group=0,  # Ctrl-C in the terminal is for the supervisor alone
         )
         self.state, self.started_at, self.opening = "starting", now, ""
+        self.epoch = boot.plan.epoch
         self.leases, self.lease_answers = {}, set()
         stdin = process.stdin
         assert stdin is not None
@@ -87,6 +89,7 @@ class Child:
             worker=self.worker,
             replica=self.replica,
             generation=self.generation,
+            epoch=self.epoch,
             state=self.state,
             pid=pid,
             started=start_time(pid) if pid else "",

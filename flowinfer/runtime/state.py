@@ -50,6 +50,7 @@ class Known(msgspec.Struct, frozen=True, kw_only=True):
     worker: str
     replica: int
     generation: int
+    epoch: int
     state: Literal["starting", "ready", "down"]
     pid: int = 0
     started: str = ""

@@ -133,14 +133,20 @@ def _ready(supervisor: Supervisor) -> list[Child]:
 def _take_census(supervisor: Supervisor) -> None:
     """Asks every worker what it runs, and waits until those that had been ready have answered or died.
 
-    One that is in a long step answers behind it; one that doesn't turn any more is ended for that, as always.
+    One that is in a long step answers behind it; one that doesn't turn any more is ended for that, as always. What one
+    runs that is only starting is known: the plan that it was started with.
     """
+    asked = [child for child in supervisor.children.values() if child.state == "ready"]
     for child in supervisor.children.values():
         endpoints = child.endpoints or _guessed(supervisor, child)
         if child.state != "down" and endpoints is not None:
             supervisor.channel.connect(child.name, child.generation, endpoints)
             supervisor.channel.send_event(child.name, Census())
-    while not supervisor.is_stopping and any(child.name not in supervisor.census for child in _ready(supervisor)):
+
+    def is_missing(child: Child) -> bool:
+        return child.state == "ready" and child.name not in supervisor.census
+
+    while not supervisor.is_stopping and any(map(is_missing, asked)):
         supervisor.pump(0.1)
 
 

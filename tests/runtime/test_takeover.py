@@ -72,6 +72,27 @@ def test_a_worker_that_dies_without_a_controller_comes_back(start: Start, tmp_pa
 
 
 @pytest.mark.slow
+def test_a_worker_that_is_still_opening_joins_the_next_controller(start: Start, tmp_path: Path) -> None:
+    plan, gate = loaded(tmp_path), tmp_path / "gate"
+    blocked = msgspec.structs.replace(plan.stages["relay"], kind="altered:Blocked", config={"gate": str(gate)})
+    plan = msgspec.structs.replace(plan, stages=plan.stages | {"relay": blocked})
+    gate.touch()
+    change = Changing(start(plan, kept=True), plan)
+    change.go_round()
+    gate.unlink()
+    change.service.workers()["middle.0"].kill()
+    until(lambda: change.service.log.read_text().count("middle.0: opening relay") == 2, "it starts again")
+    opening = change.service.workers()["middle.0"].pid
+    change.kill_controller()
+    gate.touch()
+    until(lambda: "Worker middle.0 is back." in change.service.log.read_text(), "it's there")
+    assert change.service.workers()["middle.0"].pid == opening
+    change.go_round()
+    change.must_apply(plan, "answer")
+    change.check_ends(allowed=frozenset({"worker_died"}))
+
+
+@pytest.mark.slow
 def test_a_stop_that_comes_between_two_controllers_drains(start: Start, tmp_path: Path) -> None:
     plan = loaded(tmp_path, calls=3, gate=str(tmp_path / "gate"))
     change = Changing(start(plan, kept=True), plan)

@@ -90,6 +90,17 @@ def _abandon_workers(controller: Controller, change: Underway) -> None:
     supervisor.end(born)
     for child in supervisor.children.values():
         child.leaving = False
+    _end_outdated(controller)
+
+
+def _end_outdated(controller: Controller) -> None:
+    """Those that were only starting, by a plan that the service doesn't run: the next start by the right one."""
+    supervisor = controller.supervisor
+    for child in supervisor.children.values():
+        is_other = child.epoch != supervisor.plan.epoch and child.name not in supervisor.census
+        if is_other and child.state != "down" and not child.on_trial:
+            supervisor.say(f"Worker {child.name} starts with another plan: starting it again.")
+            child.kill()
 
 
 def _restart(controller: Controller, change: Underway) -> None:
@@ -108,6 +119,7 @@ def _complete(controller: Controller, change: Underway, census: Mapping[str, Run
     supervisor.take_plan(change.new, [name for name in change.leaving if name in supervisor.children])
     supervisor.is_taking_over = False
     supervisor.channel.raise_epoch(change.new.epoch)
+    _end_outdated(controller)
     asked: dict[str, int] = {}
     for name, running in census.items():
         child = supervisor.children.get(name)
