@@ -159,16 +159,16 @@ class App:
                 Route("/v1/responses/{id}/input_items", _Endpoint(responses.input_items), methods=["GET"]),
                 Route("/v1/responses/{id}", _Endpoint(responses.delete), methods=["DELETE"]),
                 Route("/v1/responses/{id}/cancel", _Endpoint(responses.cancel), methods=["POST"]),
-                Route("/v1/models", _Endpoint(self._models), methods=["GET"]),
-                Route("/v1/models/{id:path}", _Endpoint(self._model), methods=["GET"]),
             ]
         if "anthropic" in self._gateway.config.apis:
             routes += [
                 Route(MESSAGES, _Endpoint(self._messages), methods=["POST"]),
                 Route(f"{MESSAGES}/count_tokens", _Endpoint(self._count_tokens), methods=["POST"]),
             ]
-            if "openai" not in self._gateway.config.apis:
-                routes.append(Route("/v1/models", _Endpoint(self._models), methods=["GET"]))
+        routes += [
+            Route("/v1/models", _Endpoint(self._models), methods=["GET"]),
+            Route("/v1/models/{id:path}", _Endpoint(self._model), methods=["GET"]),
+        ]
         return routes
 
     async def _chat(self, scope: Scope, receive: Receive, send: Send, headers: Headers) -> None:

@@ -26,6 +26,7 @@ from flowinfer.serve.traffic import classed
 Run = Callable[[Job, Receive, Send, Headers], Awaitable[None]]
 Reply = Callable[[Send, Any, Headers], Awaitable[None]]
 Items = list[dict[str, Any]]
+_OF_RETRIEVE = {"stream", "starting_after", "include", "include[]", "include_obfuscation"}
 
 
 @dataclass
@@ -90,12 +91,12 @@ class ResponsesApi:
             self._tenant(),
             scope["path_params"]["id"],
         )
+        if unknown := query.keys() - _OF_RETRIEVE:
+            raise invalid(min(unknown), "is not a parameter of this path.", "unknown_parameter")
         kept = self._store.get(tenant, id, time.time())
         if query.get("stream", ["false"])[0].lower() != "true":
             await self._reply(send, kept.response, headers)
             return
-        if unknown := query.keys() - {"stream", "starting_after", "include", "include_obfuscation"}:
-            raise invalid(min(unknown), "is not a parameter of this path.", "unknown_parameter")
         running = self._running.get((tenant, id))
         log = running.log if running else EventLog(kept.events, ended=True) if kept.events is not None else None
         if log is None:
@@ -108,7 +109,7 @@ class ResponsesApi:
     async def input_items(self, scope: Scope, receive: Receive, send: Send, headers: Headers) -> None:
         """GET /v1/responses/{id}/input_items: all of the conversation that led to the response, the latest first."""
         kept = self._store.get(self._tenant(), scope["path_params"]["id"], time.time())
-        await self._reply(send, page(scope, kept.items[::-1], ignored=("include",)), headers)
+        await self._reply(send, page(scope, kept.items[::-1], ignored=("include", "include[]")), headers)
 
     async def delete(self, scope: Scope, receive: Receive, send: Send, headers: Headers) -> None:
         """DELETE /v1/responses/{id}; what still runs in the background ends."""

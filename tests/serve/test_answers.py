@@ -209,6 +209,31 @@ def test_the_tier_that_served_is_told_where_one_was_asked_for(echoing: Any) -> N
     assert create(**ASK).service_tier is None
 
 
+@pytest.mark.parametrize("path", ["chat/completions", "completions"])
+def test_a_stream_reads_as_the_benchmark_of_vllm_reads_it(start: Any, path: str) -> None:
+    """It counts an event with a choice as a token, the first as the first, and takes the sum from the usage event."""
+
+    def spelled(call: Call) -> Any:
+        yield Piece(id=call.id, opened=Opened(prompt_tokens=3))
+        for word in ("a ", "b ", "c"):
+            yield Piece(id=call.id, text=word, tokens=[1])
+        yield Piece(id=call.id, finish=Finish(reason="length", prompt_tokens=3, completion_tokens=3))
+
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    body = {"model": "tiny", "stream": True, "max_tokens": 3, "ignore_eos": True, "stream_options": options}
+    asked = {"prompt": "x"} if path == "completions" else {"messages": ASK["messages"]}
+    with httpx.stream("POST", f"{start(spelled).url}/v1/{path}", json=body | asked) as response:
+        lines = [line for line in response.iter_lines() if line and not line.startswith(":")]
+    assert lines.pop() == "data: [DONE]"
+    events = [json.loads(line.removeprefix("data: ")) for line in lines]
+    texts = []
+    for event in events:
+        for choice in event["choices"]:
+            texts.append((choice["text"] if path == "completions" else choice["delta"].get("content")) or "")
+    assert "".join(texts) == "a b c"
+    assert (events[-1]["choices"], events[-1]["usage"]["completion_tokens"]) == ([], 3)
+
+
 def test_extensions_travel_in_the_extra_body(service: Any) -> None:
     stream = service.client().chat.completions.create
     thread = threading.Thread(target=lambda: stream(**ASK, extra_body={"top_k": 5, "cache_salt": "me"}))

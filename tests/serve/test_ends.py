@@ -232,6 +232,16 @@ def test_a_failure_in_mid_stream_ends_it_with_an_error_event(service: Any) -> No
     assert b"[DONE]" not in rest
 
 
+def test_a_completion_that_breaks_in_mid_stream_says_so_too(service: Any) -> None:
+    player = threading.Thread(target=_say_half_and_fail, args=(service,))
+    player.start()
+    ask = {"model": "tiny", "prompt": "x", "stream": True}
+    events = httpx.post(f"{service.url}/v1/completions", json=ask, timeout=10).text.strip().split("\n\n")
+    assert "half" in events[0]
+    assert "the stage broke" in events[-1]
+    player.join()
+
+
 def test_the_official_client_raises_on_a_failure_in_mid_stream(start: Any) -> None:
     service = start()
     with pytest.raises(openai.APIError, match="the stage broke"):
