@@ -37,13 +37,15 @@ class Message(msgspec.Struct, array_like=True, kw_only=True, gc=False):  # never
 class ReplyFormat(msgspec.Struct, array_like=True, kw_only=True, frozen=True):
     """How the model writes reasoning and tool calls (names of flowinfer.text.reply); set by recipe-tokenize for chats.
 
-    thinking: the prompt ends inside reasoning.  strings: of each tool, the parameters that hold text.
+    thinking: the prompt ends inside reasoning.  thought: it has closed it, so that no reasoning should follow.
+    strings: of each tool, the parameters that hold text.
     """
 
     reasoning: str = ""
     tools: str = ""
     thinking: bool = False
     strings: dict[str, tuple[str, ...]] = {}
+    thought: bool = False
 
 
 class Grammar(msgspec.Struct, array_like=True, frozen=True):

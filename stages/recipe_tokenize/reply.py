@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from flowinfer.errors import RequestError
 from flowinfer.message import ReplyFormat
-from flowinfer.text.reply.formats import THINK_OPEN
+from flowinfer.text.reply.formats import THINK_CLOSE, THINK_OPEN
 from flowinfer.text.template import EFFORT, FLAGS
 
 if TYPE_CHECKING:
@@ -54,10 +54,12 @@ class Habits:
         called = self.tools if tools else ""
         if not called and not self.reasoning:
             return None
+        end = _end_of(prompt) if self.reasoning else ""
         return ReplyFormat(
             reasoning=self.reasoning,
             tools=called,
-            thinking=bool(self.reasoning) and _end_of(prompt).endswith(THINK_OPEN),
+            thinking=end.endswith(THINK_OPEN),
+            thought=end.endswith(THINK_CLOSE),
             strings={} if called not in ("glm", "qwen3-coder") else dict(map(_strings, tools or ())),
         )
 

@@ -97,19 +97,20 @@ def test_effort_that_nothing_can_follow_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("end", "thinking"),
+    ("end", "thinking", "thought"),
     [
-        ([Segment(True, "assistant\n<think>\n")], True),
-        ([Segment(True, "assistant\n"), Segment(True, "<think>"), Segment(True, "\n")], True),
-        ([Segment(True, "assistant\n<think>\n\n</think>\n\n")], False),
-        ([Segment(True, "assistant\n")], False),
-        ([Segment(False, "<think>")], False),  # a user wrote it
-        ([Segment(False, "<th"), Segment(True, "ink>")], False),
+        ([Segment(True, "assistant\n<think>\n")], True, False),
+        ([Segment(True, "assistant\n"), Segment(True, "<think>"), Segment(True, "\n")], True, False),
+        ([Segment(True, "assistant\n<think>\n\n</think>\n\n")], False, True),
+        ([Segment(True, "assistant\n")], False, False),
+        ([Segment(False, "<think>")], False, False),  # a user wrote it
+        ([Segment(False, "</think>")], False, False),
+        ([Segment(False, "<th"), Segment(True, "ink>")], False, False),
     ],
 )
-def test_only_the_template_opens_reasoning(end: list[Segment], thinking: bool) -> None:
+def test_only_the_template_opens_and_closes_reasoning(end: list[Segment], thinking: bool, thought: bool) -> None:
     form = habits("</think>").format_of(None, [Segment(False, "Hello"), *end])
-    assert form == ReplyFormat(reasoning="think", thinking=thinking)
+    assert form == ReplyFormat(reasoning="think", thinking=thinking, thought=thought)
 
 
 def test_untyped_formats_are_told_which_parameters_are_text() -> None:

@@ -256,6 +256,14 @@ def test_a_form_binds_behind_reasoning(special: bool, thinking: bool) -> None:
     assert thinking or is_whole(place, grammar, answer)
 
 
+def test_no_reasoning_comes_where_the_prompt_has_closed_it() -> None:
+    place, form = world(True), ReplyFormat(reasoning="think", thought=True)
+    grammar = answer_grammar(form, Wanted(ANSWER, (), ToolChoice()), place.mark)
+    assert grammar is not None
+    assert place.start(grammar).fitting([place.special["<think>"]]) == 0
+    assert is_whole(place, grammar, place.ids('{"q": 3}'))
+
+
 def test_harmony_binds_the_final_channel_alone() -> None:
     place = world(True)
     grammar = answer_grammar(ReplyFormat(reasoning="harmony"), Wanted(ANSWER, (), ToolChoice()), place.mark)

@@ -47,11 +47,11 @@ def answer_grammar(form: ReplyFormat | None, wanted: Wanted, mark: Mark) -> Gram
     if HARMONY in (form.tools, form.reasoning):
         start = _channels(lark, wanted, tools)
         return _made(lark, start, wanted)
-    switch = _switch(form, mark)
-    if not tools and (switch is not None or not form.reasoning):
+    switch, reasons = _switch(form, mark), bool(form.reasoning) and not form.thought
+    if not tools and (switch is not None or not reasons):
         return None if wanted.grammar is None else _behind(wanted.grammar, switch)
     start = _calls(lark, form, wanted) if tools else _BODY
-    if switch is None and form.reasoning:
+    if switch is None and reasons:
         return _made(lark, f"{_thought(lark, form)} {start}", wanted)
     return _behind(_made(lark, start, wanted), switch)
 
@@ -66,7 +66,7 @@ class _Switch(NamedTuple):
 def _switch(form: ReplyFormat, mark: Mark) -> _Switch | None:
     """How reasoning is told apart by tokens; None where it can't be."""
     opens, closes = (mark(text) for text in (THINK_OPEN, THINK_CLOSE))
-    if not form.reasoning or len(closes) != 1 or not isinstance(closes[0], int):
+    if not form.reasoning or form.thought or len(closes) != 1 or not isinstance(closes[0], int):
         return None
     if form.thinking:
         return _Switch(None, closes[0])
