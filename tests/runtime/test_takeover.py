@@ -154,6 +154,19 @@ def test_a_full_disk_refuses_a_change_and_ends_nothing(start: Start, tmp_path: P
     change.check_ends(allowed=frozenset({"worker_died"}))
 
 
+def test_ctrl_c_which_reaches_keeper_and_controller_counts_once(start: Start, tmp_path: Path) -> None:
+    plan = loaded(tmp_path, calls=3, gate=str(tmp_path / "gate"))
+    change = Changing(start(plan, kept=True), plan)
+    until(lambda: len(change.service.lines("made")) == 3, "three requests are open")
+    for pid in (change.controller, change.service.process.pid):
+        os.kill(pid, signal.SIGINT)
+    until(lambda: bool(change.service.lines("drain")), "the door knows")
+    (tmp_path / "gate").touch()
+    change.service.wait_gone()
+    assert change.service.process.returncode == 0
+    assert len(change.service.lines("answered")) == 3
+
+
 def test_nothing_outlives_a_killed_keeper(start: Start, tmp_path: Path) -> None:
     plan = loaded(tmp_path)
     change = Changing(start(plan, kept=True), plan)
