@@ -14,6 +14,7 @@ from flowinfer.spec.hints import did_you_mean
 from flowinfer.spec.tree import Node
 from flowinfer.testing.faults import instance_of
 from flowinfer.testing.file import Fault, PipelineTest
+from flowinfer.testing.messages import made_message
 
 SUFFIXES = ("_bucket", "_count", "_sum")
 
@@ -157,6 +158,11 @@ def _cases(test: PipelineTest, plan: Plan, node: Node) -> Iterator[Problem]:
         if case.message is not None and test.cut is None:
             text = f"Case {case.name!r} is a message, which only a cut takes."
             yield _problem("FI510", text, node, "cases", i, "message", help="Give chat or prompt, or a cut.")
+        if case.message is not None and test.cut is not None:
+            try:
+                made_message(inward[0].message, case.name, case.message)
+            except FlowInferError as error:
+                yield _problem("FI510", error.message, node, "cases", i, "message", help=error.help)
         if case.message is None and test.cut is not None and inward[0].message != "Call":
             text = f"Case {case.name!r} is a request, but {inward[0].name} carries {inward[0].message}."
             yield _problem("FI510", text, node, "cases", i, help="Give a `message` with fields of it.")

@@ -7,21 +7,18 @@ import zlib
 from collections.abc import Callable
 from typing import Any
 
-import msgspec
-import numpy as np
-
-from flowinfer.errors import FlowInferError, RequestError
+from flowinfer.errors import RequestError
 from flowinfer.flow.replay import by_request
 from flowinfer.graph.plan import API, Plan
-from flowinfer.message import Message, Piece, type_registry
+from flowinfer.message import Message, Piece
 from flowinfer.observe.summary import summarize
 from flowinfer.observe.where import compile_where
 from flowinfer.serve.gateway import GatewayConfig
 from flowinfer.serve.mailbox import joined
 from flowinfer.serve.openai.job import Job, Limits
-from flowinfer.spec.hints import did_you_mean
 from flowinfer.testing.answers import copied
 from flowinfer.testing.file import Case
+from flowinfer.testing.messages import made_message
 from flowinfer.testing.mocks import Outside
 from flowinfer.testing.plain import error_answer, job_of
 from flowinfer.testing.prepared import Given
@@ -115,39 +112,6 @@ class CutDoor:
         if case.message is not None:
             return made_message(edge.message, case.name, case.message)
         return job_of(case, body_of(case, self._model), self._limits, case.name).calls[0]
-
-
-def made_message(kind: str, name: str, fields: dict[str, Any]) -> Message:
-    """A message of this type from plain fields. Raises FlowInferError that names the field."""
-    cls = type_registry[kind]
-    fields = dict(fields)
-    if "num_tokens" in fields:
-        fields["tokens"] = [1] * int(fields.pop("num_tokens"))
-    arrays = {key: np.array(value, np.int32) for key, value in fields.items() if key in ("tokens", "counts")}
-    plain: dict[str, Any] = {"id": name, "sampling": {}} | {key: v for key, v in fields.items() if key not in arrays}
-    unknown = [key for key in plain if key not in cls.__struct_fields__ and key not in ("id", "sampling")]
-    if unknown:
-        raise FlowInferError(
-            f"{kind} has no field {unknown[0]!r}.", help=did_you_mean(unknown[0], cls.__struct_fields__)
-        )
-    values: dict[str, Any] = {}
-    for field in msgspec.structs.fields(cls):
-        if field.name in arrays:
-            values[field.name] = arrays[field.name]
-        elif field.name in plain:
-            try:
-                values[field.name] = convert(plain[field.name], field.type)
-            except msgspec.MsgspecError as error:
-                raise FlowInferError(f"{field.name} of {kind}: {error}.") from error
-    return cls(**values)
-
-
-def convert(value: Any, kind: Any) -> Any:
-    """A plain value as a field's type; maps stand for the structs inside."""
-    if isinstance(value, dict) and isinstance(kind, type) and issubclass(kind, msgspec.Struct):
-        fields = {field.name: field.type for field in msgspec.structs.fields(kind)}
-        return kind(**{name: convert(inner, fields.get(name, Any)) for name, inner in value.items()})
-    return msgspec.convert(value, kind)
 
 
 def make_door(worker: SimWorker, plan: Plan, given: Given) -> Door | CutDoor:

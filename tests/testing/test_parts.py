@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from flowinfer.errors import SpecError
 from flowinfer.testing import Outcome
 from flowinfer.testing.run import WHOLE
 
@@ -41,6 +42,24 @@ cases:
 """
     )
     assert problems(done) == {"b": ("whole after 200 ms, expected within 100 ms",)}
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ("{num_token: 3}", "Prompt has no field 'num_token'. Did you mean `tokens`?"),
+        ("{num_tokens: 3, sampling: {temperatur: 1}}", "Prompt.sampling has no field 'temperatur'"),
+        ("{num_tokens: 3, sampling: {temperature: hot}}", "Prompt.sampling.temperature: expected `float`, got `str`"),
+        ("{sampling: {}}", "can't be made of these fields"),
+        ("{tokens: [x]}", "can't be made of these fields"),
+    ],
+)
+def test_a_message_that_cannot_be_is_told_at_its_place(run: RunFile, fields: str, message: str) -> None:
+    with pytest.raises(SpecError) as caught:
+        run(f"cut: {{from: reverse}}\ncases:\n  - {{name: a, message: {fields}, expect: {{text: x}}}}\n")
+    (problem,) = caught.value.problems
+    assert message in str(problem)
+    assert problem.mark is not None and problem.mark[1:] == (5, 24)
 
 
 @pytest.mark.usefixtures("recording")
