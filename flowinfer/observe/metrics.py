@@ -9,10 +9,9 @@ import threading
 from collections.abc import Callable
 from typing import TypeVar
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
-
 from flowinfer.errors import FlowInferError
 from flowinfer.observe.catalog import BY_NAME, Metric
+from flowinfer.observe.prometheus import CollectorRegistry, Counter, Gauge, Histogram
 from flowinfer.observe.tally import Tally
 
 Sample = tuple[str, dict[str, str], float]

@@ -6,8 +6,7 @@ from bisect import bisect_left
 from collections.abc import Iterable
 from math import inf
 
-from prometheus_client import CollectorRegistry, Metric
-from prometheus_client.registry import Collector
+from flowinfer.observe.prometheus import Collector, CollectorRegistry, Metric
 
 
 class Tally(Collector):
