@@ -20,6 +20,7 @@ from flowinfer.text.reply.formats import ReasoningParser, ToolParser
 from flowinfer.units import TokenCount
 
 if TYPE_CHECKING:
+    from flowinfer.engine.grammar.reply import AnswerGrammars
     from flowinfer.text.tokenizer import TextTokenizer
     from flowinfer.text.traced import Segment
 
@@ -64,6 +65,7 @@ class RecipeTokenize(Stage):
         self.tokenizer = tokenizer
         config = self.config
         self._habits = reply.habits_of(tokenizer, config.tool_parser, config.reasoning_parser, config.template_args)
+        self._grammars: AnswerGrammars | None = None  # made on first use: most services never load llguidance here
         self._pooled: set[str] = set()
 
     def step(self, calls: list[Call]) -> Iterable[Prompt]:
@@ -129,15 +131,12 @@ class RecipeTokenize(Stage):
         """What binds the answer: its form, calls, or both. Checked here, so that a bad one costs no prefill."""
         if call.sampling.grammar is None and not call.tools:
             return None
-        from flowinfer.engine.grammar.guidance import check
-        from flowinfer.engine.grammar.reply import Wanted, answer_grammar
+        from flowinfer.engine.grammar.reply import AnswerGrammars, Wanted
 
-        wanted = Wanted(call.sampling.grammar, call.tools or (), call.tool_choice)
-        if wanted.grammar is not None:
-            check(wanted.grammar)
-        grammar = answer_grammar(form, wanted, self.tokenizer.marked)
+        if self._grammars is None:
+            self._grammars = AnswerGrammars(self.tokenizer.marked)
+        grammar = self._grammars.of(form, Wanted(call.sampling.grammar, call.tools or (), call.tool_choice))
         if grammar is not None:
-            check(grammar)
             policy.check_ends(call.sampling, grammar)
         return grammar
 

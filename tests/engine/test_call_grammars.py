@@ -15,7 +15,7 @@ import pytest
 from flowinfer.engine.grammar.after import AfterToken
 from flowinfer.engine.grammar.base import Matcher
 from flowinfer.engine.grammar.guidance import GuidanceEngine, check
-from flowinfer.engine.grammar.reply import Wanted, answer_grammar
+from flowinfer.engine.grammar.reply import AnswerGrammars, Wanted, answer_grammar
 from flowinfer.errors import RequestError
 from flowinfer.message import Grammar, ReplyFormat, ToolChoice
 from flowinfer.text.reply import open_parser
@@ -198,6 +198,34 @@ def test_a_strict_schema_that_cannot_be_bound_is_refused_by_name(name: str, sche
         bound(world(True), name, ToolChoice(), [tool("clock", CLOCK), tool("f", schema, strict=True)])
     assert (caught.value.status, caught.value.param) == (400, "tools[1].function.parameters")
     assert says in caught.value.message
+
+
+@pytest.mark.parametrize("name", [name for name in TAGGED if "DSML" in TOOL_FORMATS[name].open])
+def test_a_text_value_cannot_spell_its_own_end(name: str) -> None:
+    place, written = world(True), TOOL_FORMATS[name].written
+    assert written.text is not None
+    schema = {"properties": {"city": {"type": "string"}}, "required": ["city"]}
+    grammar = bound(place, name, ToolChoice(required=True), [tool("f", schema, strict=True)])
+    head = written.before + written.head.replace("{name}", "f") + written.text[0].replace("{key}", "city")
+    ids = [*place.ids(head), *b"Paris <b>"]
+    spelled = list(written.text[1].strip().encode())
+    assert place.start(grammar).fitting([*ids, *spelled]) == len(ids) + len(spelled) - 1
+    assert is_whole(place, grammar, [*ids, *place.ids(written.text[1] + written.tail + written.after)])
+
+
+def test_what_binds_the_same_tools_is_made_once() -> None:
+    marked: list[str] = []
+
+    def mark(text: str) -> Sequence[int | str]:
+        marked.append(text)
+        return world(True).mark(text)
+
+    grammars = AnswerGrammars(mark, capacity=1)
+    once = grammars.of(form_of("hermes"), Wanted(None, TOOLS, ToolChoice()))
+    count = len(marked)
+    assert grammars.of(form_of("hermes"), Wanted(None, TOOLS, ToolChoice())) == once and len(marked) == count
+    assert grammars.of(form_of("hermes"), Wanted(None, TOOLS, ToolChoice(required=True))) != once
+    assert grammars.of(form_of("hermes"), Wanted(None, TOOLS, ToolChoice())) == once and len(marked) > count
 
 
 def test_a_name_that_would_end_itself_is_refused() -> None:

@@ -149,7 +149,8 @@ def _parameter(
 ) -> str:
     if isinstance(kind, Mapping) and kind.get("type") == "string":
         open, close = text
-        return f"{lark.literal(open.replace('{key}', key))} {lark.until(_regex(key, kind), close)}"
+        value = lark.until(_regex(key, kind), close, without=_spelled(close))
+        return f"{lark.literal(open.replace('{key}', key))} {value}"
     open, close = other
     schema = {**kind, **shared} if isinstance(kind, Mapping) else kind
     if not accepts(schema):
@@ -162,7 +163,17 @@ def _any_parameters(lark: Lark, text: tuple[str, str]) -> str:
     before, after = text[0].split("{key}")
     ends = sorted({after[0], "<", "\n", '"'})
     key = lark.free(f"[^{''.join(map(escaped, ends))}]+")
-    return lark.rule(f"{lark.literal(before)} {key} {lark.literal(after)} {lark.until(ANY, text[1])}") + "*"
+    return (
+        lark.rule(
+            f"{lark.literal(before)} {key} {lark.literal(after)} {lark.until(ANY, text[1], without=_spelled(text[1]))}"
+        )
+        + "*"
+    )
+
+
+def _spelled(close: str) -> tuple[str, ...]:
+    """The marker that ends a value, which no value may spell either: parsers read text, not tokens."""
+    return (close.strip("\n"),)
 
 
 def _regex(key: str, kind: Mapping[str, Any]) -> str:

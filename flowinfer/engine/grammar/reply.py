@@ -7,13 +7,15 @@ thinks; elsewhere, and for gpt-oss's channels, reasoning is part of the grammar.
 from __future__ import annotations
 
 import json
+import threading
+from collections import OrderedDict
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import msgspec
 
 from flowinfer.engine.grammar import calls
-from flowinfer.engine.grammar.guidance import accepts
+from flowinfer.engine.grammar.guidance import accepts, check
 from flowinfer.engine.grammar.lark import ANY, Lark, Mark, any_of
 from flowinfer.message import Grammar, ReplyFormat, ToolChoice
 from flowinfer.text.reply.formats import HARMONY, THINK_CLOSE, THINK_OPEN, TOOL_FORMATS
@@ -54,6 +56,34 @@ def answer_grammar(form: ReplyFormat | None, wanted: Wanted, mark: Mark) -> Gram
     if switch is None and reasons:
         return _made(lark, f"{_thought(lark, form)} {start}", wanted)
     return _behind(_made(lark, start, wanted), switch)
+
+
+class AnswerGrammars:
+    """The grammars of one model's answers, checked; those asked for last are kept, as every turn of an agent brings the
+    same tools: 20 strict ones take 6 to 8 ms, found again 0.05. May be used by several threads at once."""
+
+    def __init__(self, mark: Mark, capacity: int = 64) -> None:
+        self._mark, self._capacity = mark, capacity
+        self._kept: OrderedDict[bytes, Grammar | None] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def of(self, form: ReplyFormat | None, wanted: Wanted) -> Grammar | None:
+        """As `answer_grammar`, and checked. Raises RequestError (400)."""
+        key = msgspec.json.encode([form, *wanted])
+        with self._lock:
+            if key in self._kept:
+                self._kept.move_to_end(key)
+                return self._kept[key]
+        if wanted.grammar is not None:
+            check(wanted.grammar)  # by itself, so that its own mistakes are told
+        grammar = answer_grammar(form, wanted, self._mark)
+        if grammar is not None and grammar.text != (wanted.grammar and wanted.grammar.text):
+            check(grammar)
+        with self._lock:
+            self._kept[key] = grammar
+            while len(self._kept) > self._capacity:
+                self._kept.popitem(last=False)
+        return grammar
 
 
 class _Switch(NamedTuple):
