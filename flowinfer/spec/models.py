@@ -74,9 +74,9 @@ class State(Section):
 
     path: str = ""
     """Folder that outlives the service, which goes on with what lies there. Without it, they end with the service."""
-    responses: Duration = 24 * 3600.0
+    responses: Duration = Field(default=24 * 3600.0, gt=0)
     """How long a stored response is kept."""
-    files: Duration = 30 * 24 * 3600.0
+    files: Duration = Field(default=30 * 24 * 3600.0, gt=0)
     """How long a file is kept that names no time of its own."""
 
 
@@ -95,7 +95,7 @@ class Serve(Section):
     """A request that takes longer fails with 504."""
     max_body: ByteSize = 16 * 2**20
     """Size of a request's body beyond which it gets 413; uploads of files may have 200 MiB."""
-    keepalive: Duration = 15.0
+    keepalive: Duration = Field(default=15.0, gt=0)
     """A stream that has nothing to say for so long sends a sign of life, so that proxies don't cut it."""
     sampling: Sampling | None = None
     """Sampling defaults."""

@@ -141,6 +141,49 @@ def test_an_unknown_field_is_refused_wherever_it_stands(api: str, path: tuple[An
     assert "unheard_of" in (caught.value.param or "")
 
 
+JUNK: tuple[Any, ...] = (
+    None,
+    True,
+    -1,
+    2.5,
+    10**30,
+    "",
+    "junk",
+    [],
+    ["junk"],
+    [[]],
+    [{}],
+    {},
+    {"junk": 1},
+    {"type": []},
+)
+
+
+def spots(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """The paths of all values in a body."""
+    inside = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, inner in inside:
+        yield (*path, key)
+        yield from spots(inner, (*path, key))
+
+
+@pytest.mark.parametrize("api", BODIES)
+def test_no_value_anywhere_breaks_the_reader(api: str) -> None:
+    for path in spots(BODIES[api]):
+        for junk in JUNK:
+            body = copy.deepcopy(BODIES[api])
+            at = body
+            for step in path[:-1]:
+                at = at[step]
+            at[path[-1]] = junk
+            try:
+                read(api, body)
+            except RequestError as error:
+                assert error.status == 400, (path, junk)
+            except Exception as error:
+                raise AssertionError(f"{path} = {junk!r}") from error
+
+
 LEAST: dict[str, Any] = {"responses": {"model": "m", "input": "x"}}  # where the client requires less than the API
 OFFICIAL: dict[str, Any] = {
     "chat": chat_params.CompletionCreateParamsNonStreaming,

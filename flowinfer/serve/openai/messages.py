@@ -11,7 +11,7 @@ from flowinfer.serve.openai.fields import invalid, only, unsupported
 ROLES = {"system", "developer", "user", "assistant"}
 TOOL_ROLES = {"tool"}
 _AS_SYSTEM = {"developer": "system"}  # open models' templates know no developer
-TEXT_PARTS = {"text", "refusal"}
+TEXT_PARTS = ("text", "refusal")
 _CALL_FIELDS = ("id", "type", "function", "index")  # index: of a delta that a client put together by itself
 
 

@@ -68,7 +68,7 @@ class _Reader:
 
     def take(self, item: dict[str, Any], where: str) -> None:
         kind = item.get("type", "message" if "role" in item else None)
-        if kind in _FIELDS:
+        if isinstance(kind, str) and kind in _FIELDS:
             only(item, where, ("type", "id", "status", *_FIELDS[kind]), _NEUTRAL)
         if kind == "message":
             self._message(item, where)
