@@ -88,7 +88,7 @@ class LogFile(RotatingFileHandler):
         self._untold = 0
         return msgspec.json.encode(line).decode()
 
-    def shouldRollover(self, record: logging.LogRecord) -> bool:  # type: ignore[override]
+    def shouldRollover(self, record: logging.LogRecord) -> bool:
         """By the size that the file has: asking for the next line's would format it twice."""
         if self.stream is None:
             self.stream = self._open()

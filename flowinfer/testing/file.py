@@ -6,7 +6,7 @@ Read as pipeline files are: every mistake at once, each with its place, the line
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from pydantic import (
     Field,
@@ -24,8 +24,8 @@ from flowinfer.testing.expect import EdgeName, Expect, RunExpect, Strict
 from flowinfer.units import Duration
 
 SHIPPED = Path(__file__).parents[1] / "pipelines"
-FAULTS = ("kill", "delay", "drop_credit", "corrupt", "full_disk")
 FaultKind = Literal["kill", "delay", "drop_credit", "corrupt", "full_disk"]
+FAULTS: tuple[FaultKind, ...] = get_args(FaultKind)
 
 
 class Case(Strict):
@@ -117,7 +117,7 @@ class Fault(Strict):
 
     @property
     def kind(self) -> FaultKind:
-        return next(kind for kind in FAULTS if getattr(self, kind) is not None)  # type: ignore[return-value]
+        return next(kind for kind in FAULTS if getattr(self, kind) is not None)
 
     @property
     def target(self) -> str:

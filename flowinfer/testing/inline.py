@@ -57,7 +57,7 @@ class InlineRun:
         """Sends the cases, lets time pass until all have ended, and looks at what is left."""
         before = _registry()
         with contextlib.ExitStack() as stack:
-            stack.callback(lambda: [injector.close() for injector in self._injectors])
+            stack.callback(self._close_injectors)
             self.world = stack.enter_context(World(self.plan, self.clock, on_start=self._joined, on_death=self._died))
             self._door = make_door(self.world.workers[self.world.front], self.plan, self._given)
             self.world.run_until_idle()
@@ -161,6 +161,10 @@ class InlineRun:
             look_at(worker, name, where, self._passed[name].append, lambda: self._elapsed())
         if self._began is not None and worker.name == self.world.front:
             self._door = make_door(worker, self.plan, self._given)
+
+    def _close_injectors(self) -> None:
+        for injector in self._injectors:
+            injector.close()
 
     def _died(self, name: str) -> None:
         if name == self.world.front:

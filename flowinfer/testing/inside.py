@@ -99,7 +99,7 @@ class _Cases:
 
     def __init__(self, worker: Worker, outside: Outside, folder: Path, orders: Orders, began: float) -> None:
         from flowinfer.testing.file import PipelineTest
-        from flowinfer.testing.run import prepare
+        from flowinfer.testing.prepared import prepare
 
         path = Path(orders.test)
         ready = prepare(*PipelineTest.read(path), path)

@@ -264,7 +264,8 @@ def ask_streaming(url: str, path: str, body: dict[str, Any]) -> tuple[int, dict[
 
 
 def _gathered(events: http.client.HTTPResponse) -> tuple[int, dict[str, Any], float]:
-    text, reason, usage, first = "", None, {}, 0.0
+    text, reason, first = "", None, 0.0
+    usage: dict[str, Any] = {}
     for line in events:
         if not line.startswith(b"data: {"):
             continue
