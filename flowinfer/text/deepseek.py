@@ -25,6 +25,7 @@ RECIPE_OF: Mapping[str, RecipeName] = {
 }
 _EFFORTS = {"minimal": "low", "low": "low", "medium": "high", "high": "high", "xhigh": "xhigh", "max": "max"}
 _ARGUMENTS = frozenset({"thinking", "enable_thinking", "reasoning_effort", "continue_final_message"})
+_ANY_OBJECT = {"type": "object"}
 
 
 class DeepSeekRecipe:
@@ -32,7 +33,6 @@ class DeepSeekRecipe:
 
     reasoning = THINK
     switches = frozenset({"reasoning_effort", "thinking"})
-    continues = True
 
     def __init__(self, name: RecipeName) -> None:
         self.tools: str = name
@@ -44,13 +44,21 @@ class DeepSeekRecipe:
         /,
         *,
         add_generation_prompt: bool = True,
+        form: tuple[str, str] | None = None,
         **arguments: Any,
     ) -> list[Segment]:
-        """The conversation as segments. Raises RequestError (400) where it can't be told in this format."""
-        if unknown := arguments.keys() - _ARGUMENTS:
+        """The conversation as segments. Raises RequestError (400) where it can't be told in this format.
+
+        form: kind and text of the grammar that binds the answer; the model is told a JSON Schema or a pattern.
+        """
+        unknown = arguments.keys() - _ARGUMENTS
+        if form is not None and not isinstance(form, tuple):  # from a client, whose JSON knows no tuples
+            unknown.add("form")
+        if unknown:
             message = f"{min(unknown)!r} is no argument of {self.tools}'s encoding."
             raise RequestError(400, message, code="invalid_value", param="chat_template_kwargs")
         continued = bool(arguments.get("continue_final_message"))
+        arguments["form"] = _told(*form) if form else {}
         rendered = self._render(_clean(list(messages)), _clean(list(tools or ())), arguments, continued)
         segments = _segments(rendered.prompt, rendered.special_ranges)
         return segments if add_generation_prompt or continued else _without_prompt(segments)
@@ -92,6 +100,7 @@ class DeepSeekRecipe:
                 thinking_mode=thinks,
                 tools=[_tool(package, tool) for tool in tools],
                 reasoning_effort=_EFFORTS.get(effort) if effort else None,
+                **arguments["form"],
             )
             return encoding.render_conversation(conversation)
         except (TypeError, ValueError, RuntimeError) as error:
@@ -109,6 +118,19 @@ def load_package() -> Any:
             help="pip install 'flowinfer[deepseek]', or set `template` of recipe-tokenize to a chat template.",
         ) from error
     return deepseek_recipe
+
+
+def _told(kind: str, text: str) -> dict[str, Any]:
+    """What the package's conversation is told of an answer's form."""
+    if kind == "regex":
+        return {"response_regex": _clean(text)}
+    if kind != "json":
+        return {}
+    try:
+        schema = json.loads(text)
+    except ValueError:
+        return {}  # the grammar's own check tells
+    return {"response_format": "json_object"} if schema == _ANY_OBJECT else {"response_schema": _clean(schema)}
 
 
 def _message(package: Any, message: Mapping[str, Any], continued: bool) -> Any:

@@ -82,6 +82,11 @@ class TextTokenizer:
             raise RequestError(400, message, code="no_chat_template", param="messages")
         return template.render(messages, tools, **arguments)
 
+    @property
+    def shows_form(self) -> bool:
+        """Whether `render` takes the `form` of an answer, to tell the model."""
+        return any(isinstance(template, DeepSeekRecipe) for template in self.templates.values())
+
     def with_template(self, source: str) -> TextTokenizer:
         """The same tokenizer with this chat template instead of the model's. Raises ModelError on a syntax mistake."""
         other = copy.copy(self)

@@ -144,7 +144,10 @@ class RecipeTokenize(Stage):
         """A chat in the model's format. Raises RequestError."""
         messages = policy.normalize(call.messages or ())
         self._habits.check_tools(call.tools)
-        return self.tokenizer.render(messages, call.tools, **self._habits.arguments(call.template_args))
+        arguments = self._habits.arguments(call.template_args)
+        if (grammar := call.sampling.grammar) is not None and self.tokenizer.shows_form:
+            arguments["form"] = (grammar.kind, grammar.text)
+        return self.tokenizer.render(messages, call.tools, **arguments)
 
     def _plain(self, call: Call) -> Ids:
         if isinstance(call.prompt, str):

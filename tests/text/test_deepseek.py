@@ -151,6 +151,24 @@ def test_the_recipe_knows_how_the_model_answers(plain: TextTokenizer, name: Any)
         assert form is not None and (form.tools, form.thinking) == (name, thinks)
 
 
+@pytest.mark.parametrize(
+    ("form", "told"),
+    [
+        (("json", '{"type": "object"}'), {"response_format": "json_object"}),
+        (("json", '{"type": "array", "items": {"enum": ["</think>"]}}'),
+         {"response_schema": {"type": "array", "items": {"enum": ["</think>"]}}}),
+        (("regex", "a<think>+"), {"response_regex": "a<think>+"}),
+        (("choice", '["a"]'), {}),
+    ],
+)  # fmt: skip
+def test_the_model_is_told_the_form_of_its_answer(plain: TextTokenizer, reference: Any, form: Any, told: Any) -> None:
+    tokenizer = plain.with_recipe("deepseek-v4.1")
+    segments = tokenizer.render([{"role": "user", "content": "q"}], form=form)
+    expected = reference["deepseek-v4.1"].encode(package.Conversation([package.UserMessage("q")], **told))
+    assert tokenizer.shows_form and not plain.shows_form
+    assert tokenizer.encode_segments(segments).tolist() == expected
+
+
 def test_a_begun_answer_is_gone_on_with(plain: TextTokenizer) -> None:
     messages = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "The ans"}]
     segments = plain.with_recipe("deepseek-v4").render(messages, thinking=False, continue_final_message=True)
@@ -167,6 +185,7 @@ def test_a_prompt_for_nobody_yet(plain: TextTokenizer) -> None:
     [
         ([{"role": "ipython", "content": "x"}], {}, "ipython"),
         ([{"role": "user", "content": "x"}], {"color": 1}, "color"),
+        ([{"role": "user", "content": "x"}], {"form": ["json", "{}"]}, "form"),
         ([{"role": "user", "content": "x"}], {"reasoning_effort": "much"}, "reasoning_effort"),
     ],
 )
