@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
+
+from flowinfer.errors import FlowInferError
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Reads the settings, measures, prints the table, writes JSON."""
+    """Reads the settings, measures, prints the table, writes JSON. Exits with 1 and one line where that can't be."""
     parser = argparse.ArgumentParser(prog="python -m flowinfer.bench", description="Measure the engine by itself.")
     parser.add_argument("--config", default="smollm2-135m", help="named shape, model, folder or config.json")
     parser.add_argument("--random-weights", action="store_true", help="make the weights up")
@@ -19,24 +22,40 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--profile", default="", help="batches whose kernels are listed, as in 1,32")
     parser.add_argument("--json", type=Path, help="write the figures to this file too")
-    measure(**vars(parser.parse_args(arguments)))
+    try:
+        measure(**vars(parser.parse_args(arguments)))
+    except FlowInferError as error:
+        sys.exit(f"error: {error}")
 
 
 def measure(*, batch: str, prefill: str, profile: str, json: Path | None, **settings: object) -> None:
-    """As main, with the settings as values."""
+    """As main, with the settings as values. Raises FlowInferError for those that can't be read."""
     from flowinfer.bench import bars
     from flowinfer.bench.engine import Settings, run, table, to_json
 
-    batches = bars.BATCHES if not batch else tuple(int(b) for b in batch.split(",") if int(b))
-    prompts = bars.PREFILL
-    if prefill:
-        num, _, tokens = prefill.partition("x")
-        prompts = (int(num), int(tokens)) if tokens else None  # type: ignore[assignment]
-    listed = tuple(int(b) for b in profile.split(",") if b)
+    batches = _numbers("--batch", batch) if batch else bars.BATCHES
+    prompts = _prompts(prefill) if prefill else bars.PREFILL
+    listed = _numbers("--profile", profile)
     report = run(Settings(batches=batches, prefill=prompts, profile=listed, **settings))  # type: ignore[arg-type]
     print("\n" + table(report))
     if json:
         json.write_text(to_json(report), encoding="utf-8")
+
+
+def _numbers(option: str, text: str) -> tuple[int, ...]:
+    parts = [part.strip() for part in text.split(",") if part.strip()]
+    if not all(part.isdigit() for part in parts):
+        raise FlowInferError(f"{option} {text!r} isn't a list of whole numbers.", help="As in 1,8,32.")
+    return tuple(number for number in map(int, parts) if number)
+
+
+def _prompts(text: str) -> tuple[int, int] | None:
+    if text == "0":
+        return None
+    num, _, tokens = text.partition("x")
+    if not (num.isdigit() and tokens.isdigit() and int(num) and int(tokens) > 1):
+        raise FlowInferError(f"--prefill {text!r} isn't a number of prompts and tokens.", help="As in 8x8192; 0: none.")
+    return int(num), int(tokens)
 
 
 if __name__ == "__main__":

@@ -14,8 +14,8 @@ from flowinfer.bench.roofline import Rates
 def measure_rates(device: torch.device, dtype: torch.dtype) -> Rates:
     """Medians of a sum over memory far larger than any cache, and of a large square matrix product."""
     cuda = device.type == "cuda"
-    memory = torch.ones((4 if cuda else 1) << 28, dtype=torch.float32, device=device)
-    read = memory.nbytes / median_s(lambda: memory.sum(), device)
+    memory = torch.ones(1 << (30 if cuda else 27), dtype=torch.float32, device=device)
+    read = memory.nbytes / median_s(memory.sum, device, repeats=15 if cuda else 5)
     del memory
     size = 8192 if cuda else 1024
     a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))

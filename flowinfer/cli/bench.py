@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -85,6 +85,28 @@ def cache(file: str, block: int, sizes: list[float], expiry: float, workers: int
             "dispatch": [asdict(one) for one in routed],
         }
         Path(out).write_text(json.dumps(figures, indent=1) + "\n")
+
+
+@bench.command()
+@click.option("--config", default="smollm2-135m", show_default=True, help="Named shape, model, folder or config.json.")
+@click.option("--random-weights", is_flag=True, help="Make the weights up: speed doesn't depend on them.")
+@click.option("--batch", default="", help="Decode batches, as in 1,8,32; 0 for none. [default: 1,8,32,128,256,512]")
+@click.option("--context", type=click.IntRange(1), help="Tokens before the first step. [default: 1024; 512 at 512]")
+@click.option("--steps", default=128, show_default=True, type=click.IntRange(2), help="Decode steps of a cell.")
+@click.option("--prefill", default="", help="Prompts and tokens of each; 0 for none. [default: 8x8192]")
+@click.option("--device", default="auto", show_default=True, help="cpu, cuda:0 or auto.")
+@click.option("--dtype", default="auto", show_default=True, help="float32, bfloat16, or auto for the model's own.")
+@click.option("--profile", default="", help="List the kernels of these batches, and of prefill, as in 1,32.")
+@click.option("--json", "json_", type=click.Path(dir_okay=False, path_type=Path), help="Write the figures here too.")
+def engine(json_: Path | None, **settings: Any) -> None:
+    """Decode and prefill speed of the engine by itself, beside its roofline here and what vLLM reached on an H200.
+
+    Tokens go through the stages that serve them and arrive on the host. `python -m flowinfer.bench` is the same where
+    only torch, triton, numpy, msgspec, pydantic and pyyaml are installed.
+    """
+    from flowinfer.bench.__main__ import measure
+
+    measure(json=json_, **settings)
 
 
 def _table(outcomes: list[Outcome]) -> Table:
