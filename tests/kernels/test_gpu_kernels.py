@@ -16,6 +16,7 @@ from flowinfer.errors import KernelUnsupported
 from flowinfer.kernels import decode_attention as decode_module
 from flowinfer.kernels.activation import silu_mul, silu_mul_reference
 from flowinfer.kernels.decode_attention import DecodeBatch, Scratch, decode_attention, decode_attention_reference
+from flowinfer.kernels.draw import SlotSettings, advance_drawn, advance_drawn_reference
 from flowinfer.kernels.experts import bucket, experts, experts_reference, gather_gated, route, route_reference, weighted
 from flowinfer.kernels.greedy import advance_greedy, advance_greedy_reference, greedy_scratch
 from flowinfer.kernels.norm import rms_norm, rms_norm_reference
@@ -247,3 +248,33 @@ def test_greedy_moves_the_batch_on(dtype: torch.dtype) -> None:
         assert torch.equal(got.cpu(), want)
     assert chosen.tolist()[1:4] == [77, -1, -1]
     assert not scratch[2].any()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_drawn_tokens_are_those_of_the_sampler(dtype: torch.dtype) -> None:
+    filters = [
+        (0, 1.0, 0.0),
+        (1, 1.0, 0.0),
+        (7, 1.0, 0.0),
+        (0, 0.9, 0.0),
+        (0, 0.0, 0.0),
+        (0, 1.0, 0.05),
+        (20, 0.7, 0.01),
+    ]
+    rows = [(temperature, *row) for temperature in (0.0, 0.7, 1.5) for row in filters]
+    count, vocab = len(rows), 5003
+    logits = random(count, vocab, dtype=dtype) * 3
+    logits[4, 9] = logits[9, 4000] = float("nan")
+    logits[16] = 1.0  # all tie
+    columns = (torch.tensor(column) for column in zip(*rows, strict=True))
+    temperature, top_k, top_p, min_p = columns
+    seeds = torch.arange(count) * 0x9E3779B97F4A7C1 - 5
+    settings = SlotSettings(temperature, top_k.int(), top_p, min_p, seeds)
+    slots = torch.randperm(count).int()
+    slots[2] = -1
+    state = [torch.zeros(count, dtype=torch.int32), torch.arange(count).int(), torch.zeros(count, dtype=torch.int32)]
+    mine = [tensor.clone().to(DEVICE) for tensor in (slots, *state)]
+    advance_drawn(logits, *mine, SlotSettings(*(column.to(DEVICE) for column in settings)))
+    advance_drawn_reference(logits.cpu(), slots, *state, settings)
+    for got, want in zip(mine, (slots, *state), strict=True):
+        assert torch.equal(got.cpu(), want)
