@@ -152,3 +152,30 @@ def test_a_restart_goes_on_when_its_controller_is_killed(start: Start, tmp_path:
     assert change.status().workers["back"].threads == 2
     change.go_round(40)
     change.check_ends()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("step", ["rollback", "prepare", "switch", "drain", "retire"])
+def test_a_return_goes_on_when_its_controller_is_killed(start: Start, tmp_path: Path, step: str) -> None:
+    plan = loaded(tmp_path, open=16)
+    plan.stages["answer"] = stage("answer", "LateAnswerer", "back", delay=0.05)
+    change = Changing(start(plan, kept=True), plan)
+    change.go_round(40)
+    broken = loaded(tmp_path, open=16)
+    broken.stages["answer"] = stage("answer", "LateAnswerer", "back", delay=0.05, broken=True)
+    resumed, told, killed = change.num_resumed(), [], False
+    for reply in change.replies(broken, probation_s=5.0):
+        told.append(reply.text)
+        if any(text.startswith("rollback") for text in told) and reply.text.startswith(step) and not killed:
+            os.kill(change.controller, signal.SIGKILL)
+            killed = True
+    assert killed, told
+    assert not reply.ok and reply.last, told
+    until(lambda: change.num_resumed() > resumed, "another controller")
+    assert change.status().stages["answer"].config == plan.stages["answer"].config
+    failed = len(change.service.lines("failed"))
+    change.go_round(100)
+    assert len(change.service.lines("failed")) - failed <= 16, "what the broken stage got is told so late at most"
+    change.must_apply(change.status(), "relay")
+    change.go_round(40)
+    change.check_ends(allowed=frozenset({"stage_failed"}))

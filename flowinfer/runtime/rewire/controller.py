@@ -223,14 +223,13 @@ class Controller:
             self._revert(old, error, leaving, born)
         settling.retire()
 
-    def _settle(
-        self, leaving: Collection[str], before: Reading | None, asked: Mapping[str, int] | None = None
-    ) -> Settling:
-        """Drain and probation. Raises Reverted."""
-        self.recalled, self._settling = "", Settling(self, leaving, before)
+    def _settle(self, leaving: Collection[str], before: Reading | None, *, watches: bool = True) -> Settling:
+        """Drain and probation, which what goes back has none of. Raises Reverted."""
+        self.recalled, self._settling = "", Settling(self, leaving, before, watches=watches)
         try:
-            self._settling.drain(switched(self) if asked is None else asked)
-            self._settling.probation()
+            self._settling.drain(switched(self))
+            if watches:
+                self._settling.probation()
             return self._settling
         finally:
             self._settling = None
@@ -283,7 +282,8 @@ class Controller:
             raise Refused(error)
         return self.answers(Prepared).keys() >= asked.keys() and all(child.state == "ready" for child in born)
 
-    def _switch(self, new: Plan, leaving: Collection[str], born: list[Child]) -> None:
+    def _switch(self, new: Plan, leaving: Collection[str], born: list[Child], *, watches: bool = True) -> None:
+        """watches: whether a stage that breaks takes the change back; what goes back leaves such a stage."""
         supervisor = self.supervisor
         serve = supervisor.plan.serve
         close_arm(self, new, total_s(parse_drain(self.manner.drain or serve.drain, serve.drain_timeout_s)))
@@ -296,12 +296,12 @@ class Controller:
         for child in born:
             supervisor.channel.send_event(child.name, Leavers(number=self._number, names=tuple(leaving)))
         supervisor.introduce(born)
-        if not self.waited(lambda: self._switched(asked), SWITCH_S):
+        if not self.waited(lambda: self._switched(asked, watches), SWITCH_S):
             raise Reverted(f"not every worker switched within {SWITCH_S:g} s")
         open_arm(self)
 
-    def _switched(self, asked: dict[str, int]) -> bool:
-        for _, event in self.said(Trouble):
+    def _switched(self, asked: dict[str, int], watches: bool) -> bool:
+        for _, event in self.said(Trouble) if watches else ():
             raise Reverted(f"stage {event.stage!r} broke: {event.error}")
         for error in (answer.error for answer in self.answers(Switched).values() if answer.error):
             raise Reverted(error)
@@ -332,7 +332,7 @@ class Controller:
         self._note_who(leaving, born)
         try:
             self._prepare(bad, back, leaving, born, (), back=True)
-            self._switch(back, leaving, born)
+            self._switch(back, leaving, born, watches=False)
             settling = Settling(self, leaving, watches=False)
             settling.drain(switched(self))
             settling.retire()
@@ -366,10 +366,13 @@ class Controller:
             for child in born:
                 if child.on_trial and child.state != "ready":
                     raise Reverted(f"worker {child.name} died meanwhile")
+            for child in born:
+                supervisor.channel.send_event(child.name, Leavers(number=change.number, names=tuple(leaving)))
             supervisor.introduce([child for child in born if child.state == "ready"])
-            if not self.waited(lambda: self._switched(dict(asked)), SWITCH_S):
+            watches = change.kind != "revert"
+            if not self.waited(lambda: self._switched(dict(asked), watches), SWITCH_S):
                 raise Reverted(f"not every worker switched within {SWITCH_S:g} s")
-            settling = self._settle(leaving, None)
+            settling = self._settle(leaving, None, watches=watches)
         except Reverted as error:
             if change.kind == "revert":
                 raise
@@ -379,9 +382,11 @@ class Controller:
             raise Reverted("Taken back, by the controller that came after.")
         self.finish(change)
 
-    def revert(self, old: Plan, error: FlowInferError) -> None:
-        """Takes back what runs in favour of `old`. Raises Reverted when that is done."""
-        self._revert(old, Reverted(error.message))
+    def revert(self, change: Underway) -> None:
+        """Takes back, once more, what `change` was taking back when its controller died. Raises Reverted."""
+        children = self.supervisor.children
+        come = [children[name] for name in change.leaving if name in children]
+        self._revert(change.new, Reverted("it was being taken back when the controller died"), (), come)
 
     # -- waiting for workers -------------------------------------------------------------------------------------------
 

@@ -60,7 +60,7 @@ def resume(controller: Controller) -> None:
             _restart(controller, change)
         elif verdict == "revert":
             _abandon_workers(controller, change)
-            controller.revert(change.new, FlowInferError("the change was being taken back when the controller died"))
+            controller.revert(change)
         else:
             _complete(controller, change, census)
 
