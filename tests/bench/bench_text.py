@@ -78,8 +78,8 @@ def answer_of(name: str, num_chars: int) -> str:
 
 
 def bench_parsers() -> None:
-    """Megabytes a second of one stream, in pieces of a token's usual four characters."""
-    print(f"\n{'parser, MB/s of one stream':<58} {'median':>9} {'slowest':>9}")
+    """Megabytes a second of one stream, of CPU time, in pieces of a token's usual four characters."""
+    print(f"\n{'parser, MB/s of one stream':<58} {'median':>9} {'slowest':>9} {'looping':>9}")
     for name in (*TOOL_FORMATS, "harmony"):
         text = answer_of(name, 200_000)
         pieces = [text[at : at + 4] for at in range(0, len(text), 4)]
@@ -88,14 +88,32 @@ def bench_parsers() -> None:
         speeds = []
         for _ in range(5):
             parser = open_parser(form, call_prefix="x")
-            start = time.perf_counter()
+            start = time.process_time()
             for piece in pieces:
                 parser.push(piece)
                 parser.delta.clear()
             parser.finish()
-            speeds.append(len(text.encode()) / 1e6 / (time.perf_counter() - start))
+            speeds.append(len(text.encode()) / 1e6 / (time.process_time() - start))
             assert parser.delta.num_calls == 1, name
-        print(f"{name:<58} {statistics.median(speeds):9.2f} {min(speeds):9.2f}")
+        print(f"{name:<58} {statistics.median(speeds):9.2f} {min(speeds):9.2f} {looping(form):9.2f}")
+
+
+def looping(form: ReplyFormat) -> float:
+    """Megabytes a second of CPU time on the worst of a model's loops: a mark for ever, in text and in a call."""
+    written = TOOL_FORMATS[form.tools].written if form.tools in TOOL_FORMATS else None
+    heads = ["<|channel|>", "<|channel|>final<|message|>"]
+    if written is not None:
+        heads = ["", written.before, written.before + written.head.replace("{name}", "look")]
+    worst = float("inf")
+    for head in heads:
+        for mark in ("a", "<", "{", "[", " ", "\n", '"\\'):
+            text = head + mark * (50_000 // len(mark))
+            parser, start = open_parser(form, call_prefix="x"), time.process_time()
+            for at in range(0, len(text), 4):
+                parser.push(text[at : at + 4])
+                parser.delta.clear()
+            worst = min(worst, len(text.encode()) / 1e6 / (time.process_time() - start))
+    return worst
 
 
 _END = Finish(reason="length")

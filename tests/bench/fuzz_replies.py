@@ -70,6 +70,8 @@ def answer(name: str, rng: random.Random) -> bytes:
         *sorted(markers_of(ReplyFormat(tools=name, reasoning="harmony" if name == "harmony" else "think"))),
     ]
     parts += rng.choices(markers, k=rng.randrange(12))
+    if rng.random() < 0.1:  # a model that loops, past all that a name or a header may take
+        parts.insert(rng.randrange(len(parts) + 1), rng.choice(markers) * rng.randrange(1200))
     text = "".join(parts)
     for _ in range(rng.randrange(4)):
         at = rng.randrange(len(text) + 1)
