@@ -123,6 +123,26 @@ const suite = {
     assert.equal(second.content[0].text, "Hello there.");
   },
 
+  async "anthropic: the tool runner runs its loop"() {
+    const asked = [];
+    const weather = {
+      type: "custom",
+      name: "weather",
+      description: "The weather.",
+      input_schema: parameters,
+      parse: (input) => input,
+      run: ({ city }) => (asked.push(city), "rain"),
+    };
+    const final = await anthropic.beta.messages.toolRunner({
+      model,
+      max_tokens: 9,
+      messages: said("tool"),
+      tools: [weather],
+    });
+    assert.equal(final.content[0].text, "Hello there.");
+    assert.deepEqual(asked, ["Köln"]);
+  },
+
   async "anthropic: errors are the client's own"() {
     await assert.rejects(
       anthropic.messages.create({ model: "other", max_tokens: 9, messages: said("hello") }),

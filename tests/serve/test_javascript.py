@@ -46,7 +46,7 @@ def test_both_javascript_clients_find_what_they_know(start: Any, play: Any) -> N
         [node(), "suite.mjs", service.url], cwd=FOLDER, capture_output=True, text=True, timeout=120, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count("ok ") == 11
+    assert done.stdout.count("ok ") == 12
     aborted = [call.id for call in seen if call.messages and call.messages[-1]["content"] == "endless"]
     assert len(aborted) == 3
     for id in aborted:

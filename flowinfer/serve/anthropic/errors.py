@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 
 from flowinfer.errors import RequestError
 
 OVERLOADED = 529
+NO_THREADS = "thread_unsupported_request"
 # A full service, and one that can't answer now. A 429 of a client's own limit stays one: waiting is up to that client.
 _OVERLOAD_CODES = {"overloaded", "service_unavailable", "worker_died"}
 _TYPES = {
@@ -26,7 +29,10 @@ def status_of(error: RequestError) -> int:
 
 
 def error_body(error: RequestError) -> bytes:
-    """{"type": "error", "error": {type, message}}."""
+    """{"type": "error", "error": {type, message}}, with details where the client looks for them."""
     status = status_of(error)
     kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
-    return msgspec.json.encode({"type": "error", "error": {"type": kind, "message": error.message}})
+    said: dict[str, Any] = {"type": kind, "message": error.message}
+    if error.code == NO_THREADS:
+        said["details"] = {"error_code": NO_THREADS, "unsupported": ["thread"]}
+    return msgspec.json.encode({"type": "error", "error": said})

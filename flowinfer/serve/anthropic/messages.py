@@ -7,8 +7,10 @@ from typing import Any
 
 import msgspec
 
+from flowinfer.errors import RequestError
 from flowinfer.message import Call, Grammar, Sampling, ToolChoice
 from flowinfer.serve.anthropic.blocks import Block, Content, check_mark, messages_of, system_text
+from flowinfer.serve.anthropic.errors import NO_THREADS
 from flowinfer.serve.anthropic.writer import MessageWriter
 from flowinfer.serve.openai.fields import (
     MAX_STOP,
@@ -24,6 +26,7 @@ from flowinfer.serve.openai.grammar import schema_grammar
 from flowinfer.serve.openai.job import Job, Limits, draw_seed
 from flowinfer.serve.openai.tools import choice_of
 
+KEEPS_THINKING = {"type": "clear_thinking_20251015", "keep": "all"}  # agents say so, and it clears nothing
 EFFORTS = ("low", "medium", "high", "xhigh", "max")
 
 
@@ -80,12 +83,17 @@ class MessageRequest(Conversation, forbid_unknown_fields=True, kw_only=True):
     container: Any = None
     diagnostics: Any = None
     inference_geo: str | None = None
+    billing_policy: Any = None
+    compaction: Any = None
+    fallback_credit_token: str | None = None
+    fallbacks: Any = None
+    thread: Any = None
 
 
 # What each field may say without changing the answer. metadata, user_profile_id and workspace_id only label a request;
 # cache_control asks for what is done anyway.
 NEUTRAL: tuple[tuple[str, tuple[Any, ...]], ...] = (
-    ("context_management", ()),
+    ("context_management", ({}, {"edits": []}, {"edits": [KEEPS_THINKING]})),
     ("mcp_servers", ([],)),
     ("speed", ("standard",)),
 )
@@ -94,6 +102,11 @@ NEUTRAL_ALONE: tuple[tuple[str, tuple[Any, ...]], ...] = (
     ("container", ()),
     ("diagnostics", ()),
     ("inference_geo", ()),
+    ("billing_policy", ({"type": "billing_policy", "bill_to": "self"},)),
+    ("compaction", ()),
+    ("fallback_credit_token", ()),
+    ("fallbacks", ([],)),
+    ("thread", ()),
 )
 
 
@@ -116,6 +129,9 @@ class Rendered(msgspec.Struct):
 def message_job(request: MessageRequest, id: str, limits: Limits) -> Job:
     """The call of a request. Raises RequestError naming the field that is wrong or can't be honoured."""
     rendered = render(request, limits)
+    if request.thread is not None:  # by this code the client knows to send whole conversations instead
+        text = "'thread' is not supported here: the service holds no conversations of this API."
+        raise RequestError(400, text, code=NO_THREADS, param="thread")
     refuse(request, NEUTRAL_ALONE)
     call = Call(
         id=id,
