@@ -16,7 +16,7 @@ Capability = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """An op's requirements. capability: least compute capability; dtypes: of weights and KV; fallback: what runs else."""
+    """An op's requirements. capability: the least one; dtypes: of weights and KV; fallback: what runs instead."""
 
     op: str
     capability: Capability
@@ -36,6 +36,7 @@ TABLE: tuple[Needs, ...] = (
     Needs("activation", (8, 0), _FLOATS, "torch.nn.functional.silu"),
     Needs("experts", (8, 0), _FLOATS, "a loop over experts"),
     Needs("greedy", (8, 0), _FLOATS, "torch.max"),
+    Needs("draw", (8, 0), _FLOATS, "sampling: a sort of each row, and a wait for the host"),
     Needs("grouped_mm", (9, 0), ("bfloat16",), "experts: the Triton product", triton=False, torch_op="_grouped_mm"),
 )
 BY_OP = {needs.op: needs for needs in TABLE}

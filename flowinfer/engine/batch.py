@@ -13,18 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flowinfer.engine.grammar import Grammars
-from flowinfer.message import Ids, Progress, Sampling, Sequence
-
-COLDEST = 1e-5  # below it a temperature is greedy: logits over it would leave float32
-
-
-def is_plain(sampling: Sampling) -> bool:
-    """Whether the next token is the best one of the raw logits, and only its id is asked for."""
-    edits = (
-        sampling.logit_bias or sampling.min_tokens > 0 or sampling.grammar is not None,
-        sampling.repetition_penalty != 1 or sampling.presence_penalty != 0 or sampling.frequency_penalty != 0,
-    )
-    return sampling.temperature < COLDEST and sampling.logprobs is None and not any(edits)
+from flowinfer.engine.sampling import choice_of, needs_no_host
+from flowinfer.message import Ids, Progress, Sequence
 
 
 class Batch:
@@ -33,8 +23,8 @@ class Batch:
     tokens int32 [max_slots, max_tokens]: prompt and accepted output.  num_tokens, num_prompt int32 [max_slots].
     blocks int32 [max_slots, max_blocks]: arena block ids, num_blocks of them valid.  version int64 [max_slots].
     joined: slots added since spec-verify last looked; it takes and clears the list.
-    limit int32 [max_slots]: length at which a sequence ends.  plain bool [max_slots]: its tokens are the best ones, with
-    nothing to edit or to report, so that the device can choose them alone.  drafting: whether spec-verify drafts at all.
+    limit int32 [max_slots]: length at which a sequence ends.  on_device bool [max_slots]: its tokens can be chosen
+    without the host, by `choices`, one column a field of sampling.Choice.  drafting: whether spec-verify drafts at all.
     progress_of: what a sequence with this history has given, used and learned; spec-verify knows.
     """
 
@@ -60,7 +50,8 @@ class Batch:
         self.num_prompt: Ids = np.zeros(max_slots, np.int32)
         self.num_blocks: Ids = np.zeros(max_slots, np.int32)
         self.limit: Ids = np.zeros(max_slots, np.int32)
-        self.plain: NDArray[np.bool_] = np.zeros(max_slots, np.bool_)
+        self.on_device: NDArray[np.bool_] = np.zeros(max_slots, np.bool_)
+        self.choices = tuple(np.zeros(max_slots, dtype) for dtype in ("f4", "i4", "f4", "f4", "u8"))
         self.drafting = True  # until spec-verify says otherwise
         self.version: NDArray[np.int64] = np.zeros(max_slots, np.int64)
         self.ids: list[str | None] = [None] * max_slots
@@ -89,7 +80,9 @@ class Batch:
         self.blocks[slot, : len(blocks)] = blocks
         self.num_blocks[slot] = len(blocks)
         self.limit[slot] = min(len(sequence.tokens) + sequence.sampling.max_tokens, self.max_tokens)
-        self.plain[slot] = is_plain(sequence.sampling)
+        self.on_device[slot] = needs_no_host(sequence.sampling)
+        for column, value in zip(self.choices, choice_of(sequence.sampling, sequence.id, self.vocab_size), strict=True):
+            column[slot] = value
         self.slot_of[sequence.id] = slot
         self.joined.append(slot)
         return slot

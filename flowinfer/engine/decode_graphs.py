@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from flowinfer.kernels.decode_attention import DecodeBatch, Scratch
+from flowinfer.kernels.draw import SlotSettings, advance_drawn
 from flowinfer.kernels.greedy import advance_greedy, greedy_scratch
 from flowinfer.message import Ids
 
@@ -46,7 +47,8 @@ class Flight:
 @dataclass
 class _Graph:
     model: torch.cuda.CUDAGraph
-    sample: torch.cuda.CUDAGraph
+    greedy: torch.cuda.CUDAGraph  # best tokens
+    draw: torch.cuda.CUDAGraph  # by each slot's settings
     logits: Tensor
     counts: list[Tensor] = field(default_factory=list)
 
@@ -67,11 +69,12 @@ class DecodeGraphs:
         self.last = torch.zeros(slots, dtype=torch.int32, device=device)
         self.lengths = torch.ones(slots, dtype=torch.int32, device=device)
         self.tables = torch.zeros(slots, batch.blocks.shape[1], dtype=torch.int32, device=device)
+        self._settings = SlotSettings.make(slots, device)
         self._slots = torch.full((self.sizes[-1],), -1, dtype=torch.int32, device=device)
         self._chosen = torch.zeros(self.sizes[-1], dtype=torch.int32, device=device)
         self._ready = [_pinned(self.sizes[-1], device) for _ in range(4)]
         self._turn = 0
-        self._staging = _Staging(8 * slots * (batch.blocks.shape[1] + 4), device)
+        self._staging = _Staging(8 * slots * (batch.blocks.shape[1] + 9), device)
         self._sent: Ids = np.empty(0, np.int32)  # the rows that _slots holds
         self._size = 0
         self._synced = np.full(slots, -1, np.int64)  # version whose last token and length the device has
@@ -97,10 +100,10 @@ class DecodeGraphs:
 
     @torch.inference_mode()
     def launch(self, slots: Ids) -> Flight:
-        """Starts a step over these slots: each runs its last token and gets the best next one. Doesn't wait."""
+        """Starts a step over these slots: each runs its last token and gets its next one. Doesn't wait."""
         graph = self._prepare(slots)
         graph.model.replay()
-        graph.sample.replay()
+        (graph.draw if self.batch.choices[0][slots].any() else graph.greedy).replay()
         ready = self._ready[self._turn % len(self._ready)]
         self._turn += 1
         ready[: len(slots)].copy_(self._chosen[: len(slots)], non_blocking=True)
@@ -142,13 +145,16 @@ class DecodeGraphs:
         lengths = batch.num_tokens[slots]
         last = batch.tokens[slots, lengths - 1]
         width = int(batch.num_blocks[slots].max())
-        packed = np.concatenate([slots, last, lengths, batch.blocks[slots, :width].ravel()]).astype(np.int32)
+        choices = [np.ascontiguousarray(column[slots]).view(np.int32) for column in batch.choices]
+        packed = np.concatenate([slots, last, lengths, *choices, batch.blocks[slots, :width].ravel()]).astype(np.int32)
         sent = self._staging.send(packed)
         n = len(slots)
-        rows = sent[:n].long()
-        self.last[rows] = sent[n : 2 * n]
-        self.lengths[rows] = sent[2 * n : 3 * n]
-        self.tables[rows, :width] = sent[3 * n :].view(n, width)
+        rows, last_, lengths_, *bits = sent[: 9 * n].split([n] * 7 + [2 * n])
+        rows = rows.long()
+        self.last[rows], self.lengths[rows] = last_, lengths_
+        for column, values in zip(self._settings, bits, strict=True):
+            column[rows] = values.clone().view(column.dtype)  # a copy is aligned
+        self.tables[rows, :width] = sent[9 * n :].view(n, width)
         self._synced[slots] = batch.version[slots]
         self._num_blocks[slots] = batch.num_blocks[slots]
 
@@ -173,19 +179,25 @@ class DecodeGraphs:
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):  # compiles kernels and makes cuBLAS ready, which a capture can't
             logits = self.model.decode(self.last, batch, self.kv, self._scratch)
-            self._advance(logits, size)
+            self._advance_greedy(logits, size)
+            self._advance_drawn(logits, size)
         torch.cuda.current_stream().wait_stream(stream)
         torch.cuda.synchronize()
         counts: list[Tensor] = []
-        model, sample = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
+        model, greedy, draw = (torch.cuda.CUDAGraph() for _ in range(3))
         with torch.cuda.graph(model, pool=self._pool):
             logits = self.model.decode(self.last, batch, self.kv, self._scratch, counts)
-        with torch.cuda.graph(sample, pool=self._pool):
-            self._advance(logits, size)
+        with torch.cuda.graph(greedy, pool=self._pool):
+            self._advance_greedy(logits, size)
+        with torch.cuda.graph(draw, pool=self._pool):
+            self._advance_drawn(logits, size)
         self._sent = np.empty(0, np.int32)
-        return _Graph(model, sample, logits, counts)
+        return _Graph(model, greedy, draw, logits, counts)
 
-    def _advance(self, logits: Tensor, size: int) -> None:
+    def _advance_drawn(self, logits: Tensor, size: int) -> None:
+        advance_drawn(logits, self._slots[:size], self.last, self.lengths, self._chosen[:size], self._settings)
+
+    def _advance_greedy(self, logits: Tensor, size: int) -> None:
         advance_greedy(logits, self._slots[:size], self.last, self.lengths, self._chosen[:size], self._greedy)
 
 

@@ -1,7 +1,7 @@
-"""Keeps a step running on the device while the host looks at the one before. Only sequences that need no host take part.
+"""Keeps a step running on the device while the host looks at the one before. Only for sequences that need no host.
 
 A step is started over everyone whose sequence is known to go on: those of the step before it, less those that reach
-their last token there, plus those that joined. Who ended by a stop token is seen one step late; that row is thrown away.
+their last token there, plus those that joined. A stop token is seen one step late, and that row is thrown away.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class Overlap:
         return bool(self.flights)
 
     def fits(self, slots: Ids) -> bool:
-        """Whether these sequences can run without the host: all greedy, nothing to edit or report, no drafts."""
-        return not self.batch.drafting and bool(self.batch.plain[slots].all())
+        """Whether these sequences can run without the host: nothing to edit or to report, no drafts."""
+        return not self.batch.drafting and bool(self.batch.on_device[slots].all())
 
     def pending(self, slots: Ids) -> Ids:
         """Tokens that each slot will get from steps in flight, int32 [n]."""

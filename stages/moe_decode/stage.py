@@ -411,7 +411,7 @@ class MoeDecode(Stage):
         return slots.size + new.size > 0 and self.overlap.fits(slots) and self.overlap.fits(new)
 
     def _step_ahead(self, overlap: Overlap, slots: Ids) -> Logits | None:
-        """Starts steps until two are in flight, then looks at the older one. Nobody new starts once one needs the host."""
+        """Starts steps until two are in flight, then looks at the older one. Starts none once somebody needs the host."""
         while len(overlap.flights) < AHEAD:
             slots = np.concatenate([overlap.continuing() if overlap else slots, np.array(self._joined(), np.int32)])
             if not overlap.fits(slots):

@@ -15,6 +15,7 @@ from flowinfer.engine.batch import Batch
 from flowinfer.engine.decode_graphs import DecodeGraphs, Flight, batch_sizes
 from flowinfer.engine.engine import Engine
 from flowinfer.engine.step import StepInput
+from flowinfer.kernels.draw import advance_drawn_reference
 from flowinfer.message import Prompt
 
 pytestmark = pytest.mark.skipif(DEVICE != "cpu", reason="test_decode_loop.py does this on a GPU, with its graphs")
@@ -50,7 +51,8 @@ class EagerGraphs(DecodeGraphs):
         for size in self.sizes:
             graph = type("Graph", (), {"counts": [], "logits": None})()
             graph.model = Replay(lambda graph=graph, size=size: self._run(graph, size))
-            graph.sample = Replay(lambda graph=graph, size=size: self._choose(graph, size))
+            graph.greedy = Replay(lambda graph=graph, size=size: self._choose(graph, size))
+            graph.draw = Replay(lambda graph=graph, size=size: self._draw(graph, size))
             self._graphs[size] = graph
 
     def _run(self, graph: Any, size: int) -> None:
@@ -74,6 +76,11 @@ class EagerGraphs(DecodeGraphs):
         self._chosen[: len(best)] = best
         self.last[slots] = best
         self.lengths[slots] += 1
+
+    def _draw(self, graph: Any, size: int) -> None:
+        count = len(graph.logits)
+        rows = self._slots[:count]
+        advance_drawn_reference(graph.logits, rows, self.last, self.lengths, self._chosen[:count], self._settings)
 
     def _event(self) -> Any:
         return Done(self)
@@ -135,7 +142,14 @@ def test_ends_of_text_are_seen_a_step_late_and_change_nothing(model: Path, monke
 def test_who_needs_the_host_is_decoded_with_it_and_the_rest_goes_on_ahead(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    settings: list[dict[str, Any]] = [{}, {"temperature": 0.8}, {}, {"repetition_penalty": 1.3}, {"logprobs": 1}, {}]
+    settings: list[dict[str, Any]] = [
+        {},
+        {"temperature": 0.8, "top_p": 0.9},
+        {"temperature": 1.0, "top_k": 5},
+        {"repetition_penalty": 1.3},
+        {"logprobs": 1},
+        {},
+    ]
     prompts = [
         prompt(f"r{n}", some_tokens(n, 20), max_tokens=15 + 30 * (n % 2), **more) for n, more in enumerate(settings)
     ]

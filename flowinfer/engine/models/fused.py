@@ -35,7 +35,7 @@ from flowinfer.kernels.skinny_linear import skinny_linear
 FEW_ROWS = 16  # rows up to which skinny_linear beats cuBLAS by up to a tenth on products as long as the hidden size
 OWN_ROWS = 512  # whole prompts of at least so many tokens attend by torch's kernel: it reads no pages
 
-_OPS = ("decode_attention", "prefill_attention", "skinny_linear", "norm", "rope", "activation", "experts")
+_OPS = tuple(needs.op for needs in arch.TABLE if needs.triton)
 
 
 def can_fuse(device: torch.device, dtype: torch.dtype) -> bool:

@@ -2,6 +2,6 @@
 
 from flowinfer.engine.sampling.logprobs import token_logprob
 from flowinfer.engine.sampling.rejection import reject
-from flowinfer.engine.sampling.sampler import Sampler, seed_of
+from flowinfer.engine.sampling.sampler import Choice, Sampler, choice_of, needs_no_host, seed_of
 
-__all__ = ["Sampler", "reject", "seed_of", "token_logprob"]
+__all__ = ["Choice", "Sampler", "choice_of", "needs_no_host", "reject", "seed_of", "token_logprob"]

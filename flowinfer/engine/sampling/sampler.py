@@ -8,6 +8,7 @@ top-p -> sample.
 from __future__ import annotations
 
 import hashlib
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,6 +29,29 @@ def seed_of(sampling: Sampling, request: str) -> int:
     if sampling.seed is not None:
         return sampling.seed & 0xFFFFFFFFFFFFFFFF
     return int.from_bytes(hashlib.blake2b(request.encode(), digest_size=8).digest(), "little")
+
+
+class Choice(NamedTuple):
+    """How a sequence's tokens are chosen, as kernels take it. temperature 0: the best one. top_k 0, top_p 1, min_p 0: off."""
+
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    seed: int
+
+
+def choice_of(sampling: Sampling, request: str, vocab_size: int) -> Choice:
+    """A request's settings as Choice."""
+    temperature = 0.0 if sampling.temperature < _COLDEST else sampling.temperature
+    top_k = max(0, sampling.top_k) if sampling.top_k < vocab_size else 0
+    return Choice(temperature, top_k, sampling.top_p, sampling.min_p, seed_of(sampling, request))
+
+
+def needs_no_host(sampling: Sampling) -> bool:
+    """Whether the device can choose the tokens alone: the logits are taken as they are, and only ids are asked for."""
+    edited = sampling.logit_bias or sampling.min_tokens > 0 or sampling.grammar is not None or History.needed(sampling)
+    return not edited and sampling.logprobs is None
 
 
 class Sampler:
@@ -59,11 +83,8 @@ class Sampler:
 
         Raises RequestError where its grammar can't be followed.
         """
-        greedy = sampling.temperature < _COLDEST
-        self._temperature[slot] = 0 if greedy else sampling.temperature
-        self._top_k[slot] = max(0, sampling.top_k) if sampling.top_k < self.vocab_size else 0
-        self._top_p[slot], self._min_p[slot] = sampling.top_p, sampling.min_p
-        self._seeds[slot] = seed_of(sampling, request)
+        choice = choice_of(sampling, request, self.vocab_size)
+        self._temperature[slot], self._top_k[slot], self._top_p[slot], self._min_p[slot], self._seeds[slot] = choice
         self._min_position[slot] = num_prompt + min(sampling.min_tokens, 2**31)
         self.leave(slot)
         if History.needed(sampling):
@@ -77,7 +98,7 @@ class Sampler:
         edited = slot in self._histories or slot in self._constraints
         if edited or sampling.logit_bias or sampling.min_tokens > 0:
             self._sampling[slot] = sampling
-        self.plain[slot] = greedy and slot not in self._sampling
+        self.plain[slot] = choice.temperature == 0 and slot not in self._sampling
 
     def leave(self, slot: int) -> None:
         """Forgets the sequence of this slot; harmless where there is none."""
