@@ -113,7 +113,7 @@ def report(
 def stop(service: str, yes: bool, drain: str) -> None:
     """End the experiment: all requests go to arm A, and arm B is taken down."""
     from flowinfer.cli.rewire import change, current, find_service, manner_of
-    from flowinfer.graph.arms import without_experiment
+    from flowinfer.graph.join import without_experiment
     from flowinfer.runtime.rewire.experiment import stopped
 
     running = current(service)

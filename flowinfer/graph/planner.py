@@ -44,7 +44,7 @@ def plan_of(graph: Graph) -> Plan:
     if graph.problems:
         raise SpecError(graph.problems)
     if graph.twin is not None:
-        from flowinfer.graph.arms import join_arms
+        from flowinfer.graph.join import join_arms
 
         return join_arms(_plan(graph), _plan(graph.twin.graph), graph, graph.twin)
     return _plan(graph)
@@ -54,7 +54,7 @@ def joined(graph: Graph) -> Graph:
     """The graph with both arms of its experiment, if it has one, to be shown."""
     if graph.twin is None:
         return graph
-    from flowinfer.graph.arms import drawn
+    from flowinfer.graph.join import drawn
 
     return drawn(plan_of(graph), graph, graph.twin)
 

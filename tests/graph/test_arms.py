@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from flowinfer.errors import SpecError
 from flowinfer.experiment.policy import place
 from flowinfer.graph import load_plan
-from flowinfer.graph.arms import arm_of, without_experiment
 from flowinfer.graph.diff import compare
 from flowinfer.graph.drawing import draw
+from flowinfer.graph.join import arm_of, without_experiment
 from flowinfer.graph.plan import API, Plan
 from flowinfer.message import Call, Piece, Sampling
 from flowinfer.runtime.loading import LoadStage

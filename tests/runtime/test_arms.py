@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from flowinfer.graph import load_plan
-from flowinfer.graph.arms import without_experiment
+from flowinfer.graph.join import without_experiment
 from flowinfer.graph.plan import EdgePlan, Plan, StagePlan, WorkerPlan
 from flowinfer.message import Call, Event, HandOff, Prompt, Replay, Sampling, Sequence, Text
 from flowinfer.runtime.local import LocalService

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from flowinfer.errors import FlowInferError
-from flowinfer.graph.arms import without_experiment
+from flowinfer.graph.join import without_experiment
 from flowinfer.graph.plan import API, Plan
 from flowinfer.message import ArmsClosed, Breach, SetArms
 from flowinfer.runtime.rewire.protocol import Source
