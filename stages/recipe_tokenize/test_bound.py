@@ -50,6 +50,7 @@ def test_an_answer_is_free_unless_something_binds_it(tokenizer: TextTokenizer) -
     [
         {"tools": [TOOL], "tool_choice": REQUIRED},
         {"tools": [TOOL], "tool_choice": ToolChoice(names=("f",))},
+        {"tools": [TOOL], "tool_choice": ToolChoice(parallel=False)},
         {"tools": [STRICT]},
         {"tools": [TOOL], "grammar": JSON},
     ],

@@ -174,6 +174,15 @@ def test_a_named_tool_is_called_once_where_calls_are_not_parallel(name: str) -> 
 
 
 @pytest.mark.parametrize("name", FORMATS)
+def test_an_answer_has_one_call_at_most_where_calls_are_not_parallel(name: str) -> None:
+    place, tools = world(True), [tool("clock", CLOCK)]
+    grammar = bound(place, name, ToolChoice(parallel=False), tools)
+    texts = [text for seed in range(12) if (text := walk(place, grammar, seed)) is not None]
+    counts = {len(parsed(form_of(name), text)[1]) for text in texts}
+    assert counts <= {0, 1} and (1 in counts or name in ("llama3-json", "harmony"))  # chance seldom calls there
+
+
+@pytest.mark.parametrize("name", FORMATS)
 def test_what_a_tool_without_strict_takes_is_its_own_affair(name: str) -> None:
     tools = [tool("weather", {"not": {"type": "string"}}), tool("clock", None)]
     assert answer_grammar(form_of(name), Wanted(None, tools, ToolChoice()), world(True).mark) is None

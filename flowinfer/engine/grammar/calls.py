@@ -31,7 +31,7 @@ class Unbound(Exception):
 
 def is_bound(tools: Sequence[Tool], choice: ToolChoice) -> bool:
     """Whether answers need a grammar for their calls' sake."""
-    return choice.required or bool(choice.names) or any(_is_strict(tool) for tool in tools)
+    return choice != ToolChoice() or any(_is_strict(tool) for tool in tools)
 
 
 def answer(
