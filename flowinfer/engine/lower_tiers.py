@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -161,7 +162,8 @@ def _open(ctx: Context, engine: Engine, config: Tiers, retention: Retention) -> 
     try:
         if (disk := config.disk) is not None:
             opened = partial(_open_disk, ctx, disk, retention, key)
-            tiers.append(StoreTier(DISK, ctx, engine, opened, make_admission(config.write, disk.size // block)))
+            with _leave_out(disk):
+                tiers.append(StoreTier(DISK, ctx, engine, opened, make_admission(config.write, disk.size // block)))
         if (objects := config.object) is not None:
             size = None if objects.size is None else objects.size // block
             opened = partial(_open_objects, objects, retention, key)
@@ -171,6 +173,17 @@ def _open(ctx: Context, engine: Engine, config: Tiers, retention: Retention) -> 
             tier.close()
         raise
     return tiers
+
+
+@contextmanager
+def _leave_out(disk: DiskTierConfig) -> Iterator[None]:
+    """Where nobody chose the folder (a home that can't be written to, say), the service does without."""
+    try:
+        yield
+    except FlowInferError as error:
+        if disk.path is not None:
+            raise
+        log.warning("no disk tier: %s Set tiers.disk.path, or FLOWINFER_KV.", error.message)
 
 
 def _open_disk(

@@ -6,6 +6,7 @@ Blocks stay held in the pool while the store writes from them or reads into them
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 MAX_QUEUED = 256  # requests whose blocks wait to be written; beyond, the oldest are forgotten
 MAX_RECENT = 100_000  # names of blocks that needn't be offered to the store again soon
+CLOSING_S = 10.0  # how long the end of a service waits for the run of blocks that is being put
 Blocks = list[int]
 Cost = tuple[float, float, float]
 
@@ -83,6 +85,8 @@ class StoreTier:
         self._queue: deque[tuple[list[bytes], Wanted]] = deque()
         self._recent: OrderedDict[bytes, None] = OrderedDict()
         self._is_writing = False
+        self._idle = threading.Event()  # no background thread is putting blocks
+        self._idle.set()
         self.is_open = False
         self.speed = ReadSpeed(LATENCY_S[name])
         self._count = metrics.counter("cache_tier_blocks_total")
@@ -103,6 +107,7 @@ class StoreTier:
     def close(self) -> None:
         """Writes what is still queued and lets go of the store."""
         self.is_open = False
+        self._idle.wait(CLOSING_S)
         for names, wanted in self._queue:
             blocks = self.engine.pool.acquire(names)
             self._write(names[: len(blocks)], blocks, wanted, self.engine.staging.mark())
@@ -141,6 +146,7 @@ class StoreTier:
             self._forget(names[len(blocks) :])  # evicted before there was time
             if blocks:
                 self._is_writing = True
+                self._idle.clear()
                 run, mark = names[: len(blocks)], self.engine.staging.mark()
                 self.ctx.submit(partial(self._write, run, blocks, wanted, mark), partial(self._written, run, blocks))
 
@@ -150,7 +156,10 @@ class StoreTier:
             how = {"namespace": self.engine.layout.digest, "cls": wanted.cls[:32], "tenant": wanted.tenant}
             return self.store.put(pairs, keep_s=wanted.keep_s, **how).result()
 
-        return self.engine.staging.write(blocks, mark, put)
+        try:
+            return self.engine.staging.write(blocks, mark, put)
+        finally:
+            self._idle.set()
 
     def _written(self, names: list[bytes], blocks: Blocks, result: list[bytes] | BaseException) -> None:
         self.engine.pool.release(blocks)

@@ -479,3 +479,19 @@ def test_what_is_put_into_a_closed_store_is_dropped_at_once(opened: Open) -> Non
     store.close()
     done = store.put([(bytes(16), memoryview(bytes(4096)))], namespace="n", cls="chat", tenant="")
     assert done.result(timeout=5) == []
+
+
+def test_a_bug_while_storing_leaves_nobody_waiting(opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = opened()
+
+    def bug(*args: object) -> None:
+        raise ValueError("a bug")
+
+    monkeypatch.setattr(store._writer, "_enter", bug)
+    assert put(store, [1]) == [] and put(store, [2]) == []
+    monkeypatch.undo()
+    assert put(store, [3]) == [name(3)]
+    monkeypatch.setattr("flowinfer.cache.disk.writer.checksum", bug)
+    assert put(store, [4]) == []
+    monkeypatch.undo()
+    assert put(store, [5]) == [name(5)] and store.counts["write_error"] == 2

@@ -204,3 +204,21 @@ def test_a_session_of_growing_turns_is_answered_alike_from_every_tier(
         cold.send(prompt(f"cold {number}", given))
         assert cold.finish([f"cold {number}"])[f"cold {number}"] == text
     cold.group.close()
+
+
+def test_a_default_folder_that_cannot_be_used_is_done_without(
+    llama: Path,
+    tmp_path: Path,
+    services: list[Service],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("FLOWINFER_KV", str(tmp_path / "file" / "kv"))
+    running = start(services, llama, {"disk": {"size": "64MiB"}})
+    assert running.decode.lower is None and "no disk tier: " in caplog.text
+    assert answer(running, "a", 1)[1] == 0 and answer(running, "b", 1)[1] == 256
+    monkeypatch.setenv("FLOWINFER_KV", str(tmp_path / "kv"))
+    assert (
+        start(services, llama, {"disk": {"size": "64MiB"}}).decode.lower.tiers[0].store.settings.path == tmp_path / "kv"
+    )

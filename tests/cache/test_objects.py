@@ -280,6 +280,21 @@ def test_closing_writes_what_is_pending(opened: Open, clock: Clock) -> None:
     assert put(store, [99]) == [] and store.counts["dropped_closed"] == 1
 
 
+def test_whoever_puts_while_the_store_closes_is_answered(opened: Open, clock: Clock) -> None:
+    for _ in range(20):
+        store = opened(Memory(clock))
+        waiting: list[Any] = []
+
+        def put_many(store: ObjectStore = store, waiting: list[Any] = waiting) -> None:
+            waiting.extend(store.put([(name(n), payload(n))], namespace=NAMESPACE, cls="chat") for n in range(60))
+
+        putting = threading.Thread(target=put_many)
+        putting.start()
+        store.close()
+        putting.join()
+        assert all(isinstance(one.result(10), list) for one in waiting) and len(waiting) == 60
+
+
 # -------------------------------------------------------------------------------------------------------- retention
 
 

@@ -38,7 +38,7 @@ class StoreLock:
 
     def _refused(self, how: int) -> FlowInferError:
         if how == fcntl.LOCK_EX:
-            return FlowInferError(f"a service uses the cache in {self.folder}.", help="Stop it first: flowinfer stop")
+            return FlowInferError(f"a service uses the cache in {self.folder}.", help="Stop it first.")
         return FlowInferError(f"the cache in {self.folder} is being changed by hand.", help="Start again in a moment.")
 
 

@@ -12,8 +12,9 @@ import queue
 import secrets
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -282,17 +283,33 @@ class Writer:
     def _commit_all(self) -> None:
         while True:
             batches, more = self._next_group()
-            written = [future.result() for batch in batches for future in batch.records]
-            stored = self._commit(written)
+            stored: set[bytes] = set()
+            with self._survived("blocks weren't stored"):
+                stored = self._commit([done for batch in batches for done in self._outcomes(batch)])
             with self.lock:
                 self._pending_bytes -= sum(batch.size for batch in batches)
             for batch in batches:
-                results = [future.result() for future in batch.records]
-                batch.done.set_result([entry.name for _, entry in results if entry and entry.name in stored])
+                names = [entry.name for _, entry in self._outcomes(batch) if entry and entry.name in stored]
+                batch.done.set_result(names)
             if not more:
                 return
-            self._make_spare()
-            self._tick()
+            with self._survived("housekeeping failed"):
+                self._make_spare()
+                self._tick()
+
+    @staticmethod
+    def _outcomes(batch: _Batch) -> list[Written]:
+        """What became of the records, once all were written or failed."""
+        return [future.result() for future in batch.records if future.exception() is None]
+
+    @contextmanager
+    def _survived(self, what: str) -> Iterator[None]:
+        """A bug must not end the thread that everybody who puts blocks waits for."""
+        try:
+            yield
+        except Exception:
+            log.exception("disk cache %s: %s", self._folder, what)
+            self._count("write_error", 1)
 
     def _next_group(self) -> tuple[list[_Batch], bool]:
         """The batches that one fdatasync shall cover; False once there will be no more."""

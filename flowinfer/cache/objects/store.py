@@ -109,7 +109,8 @@ class ObjectStore:
                 waiting[0] -= 1
                 last = not waiting[0]
             if last:
-                done.set_result([name for write in left if (name := write.result()) is not None])
+                ended = [write.result() for write in left if not write.cancelled()]
+                done.set_result([name for name in ended if name is not None])
 
         for write in left:
             write.add_done_callback(one_less)
@@ -149,10 +150,12 @@ class ObjectStore:
 
     def close(self) -> None:
         """Writes what is pending, for a while; then lets go. Closing twice is harmless."""
-        if self._closing.is_set():
-            return
-        self._closing.set()
-        _, late = wait(list(self._writes), timeout=CLOSING_S)
+        with self._lock:
+            if self._closing.is_set():
+                return
+            self._closing.set()  # nothing is begun from now on
+            pending = list(self._writes)
+        _, late = wait(pending, timeout=CLOSING_S)
         if late:
             self._count("dropped_closed", sum(write.cancel() for write in late))
         self._pool.shutdown(wait=False, cancel_futures=True)
@@ -184,8 +187,12 @@ class ObjectStore:
             self._pending_bytes += size
             write = self._pool.submit(self._write, named, size, body)
             self._writes.add(write)
-        write.add_done_callback(self._writes.discard)
+        write.add_done_callback(self._written)
         return write
+
+    def _written(self, write: Future[bytes | None]) -> None:
+        with self._lock:
+            self._writes.discard(write)
 
     def _refusal(self, size: int) -> str:
         if self._closing.is_set():
@@ -203,6 +210,9 @@ class ObjectStore:
             self._client.put(named.key, whole)
         except OSError as error:
             self._pause("write_io", f"block {named.name.hex()}: {error}")
+            return None
+        except Exception as error:
+            self._fault("write_error", f"block {named.name.hex()}: {type(error).__name__}: {error}")
             return None
         finally:
             with self._lock:
