@@ -16,7 +16,7 @@ from flowinfer.channel import Channel, Endpoints
 from flowinfer.codec import Header, schema_digest
 from flowinfer.errors import FlowInferError
 from flowinfer.graph.plan import API, FRONT, Plan
-from flowinfer.message import Drain, Event, LeaseQuery, LeaseReport, Message, Serving, WorkerDown, WorkerUp
+from flowinfer.message import Drain, Event, LeaseQuery, LeaseReport, Message, Serving, Stats, WorkerDown, WorkerUp
 from flowinfer.runtime.arenas import Ranges, arena_fds, give_spare_back, make_arenas, model_layouts, take_spare
 from flowinfer.runtime.boot import Report
 from flowinfer.runtime.boots import boot_of
@@ -82,6 +82,7 @@ class Supervisor:
         self.census: dict[str, Running] = {}  # what workers answered who runs what
         self.controller = Controller(self, source or Source(file=plan.file), journal or Journal(plan.name))
         self.start_s = 0.0  # what the last start took
+        self.num_late = 0  # events of instances that are gone
         self.hung_s = hung_s
         self.say = say
         self._ready = ready
@@ -285,6 +286,7 @@ class Supervisor:
     def _take(self, header: Header, event: Message) -> None:
         child = self.children.get(header.sender)
         if child is None or header.generation != child.generation or child.state == "down":
+            self._refuse()
             return
         if isinstance(event, Heartbeat):
             child.beat_at, child.drained = time.monotonic(), event.draining and not event.open_requests
@@ -299,6 +301,12 @@ class Supervisor:
             self._note_leases(child, event)
         elif isinstance(event, Event):
             self.controller.note(child, event)
+
+    def _refuse(self) -> None:
+        """Counts what an instance said that is gone; the front shows it with the late frames of the workers."""
+        self.num_late += 1
+        late = ("flowinfer:refused_late_frames_total", {"reason": "generation"}, float(self.num_late))
+        self.channel.send_event(self.front, Stats(worker=SUPERVISOR, samples=[late]))
 
     # -- changes: who comes and who goes ------------------------------------------------------------------------------
 

@@ -9,6 +9,8 @@ gaps between two pieces of one stream: usual ones from a time without changes, t
 from __future__ import annotations
 
 import argparse
+import http.client
+import re
 import statistics
 import threading
 import time
@@ -100,6 +102,7 @@ class Report:
     findings: list[Finding]
     num_right: int
     wrong: list[str]
+    num_moved: int  # sequences that went to another decoding worker while they ran
 
     @property
     def limit(self) -> float:
@@ -109,7 +112,7 @@ class Report:
     def lines(self) -> Iterator[str]:
         """The report as text."""
         usual = f"usual pause: p50 {self.usual_p50 * 1e3:.0f} ms, p99 {self.usual_p99 * 1e3:.0f} ms"
-        yield f"{usual}; {self.num_right} answers right, {len(self.wrong)} not"
+        yield f"{usual}; {self.num_right} answers right, {len(self.wrong)} not; {self.num_moved} sequences handed off"
         yield f"{'change':<28} {'times':>5} {'each':>8} {'longest pause':>14} {'limit':>8}"
         for found in self.findings:
             each, pause, limit = statistics.median(found.seconds), found.pause * 1e3, self.limit * 1e3
@@ -171,7 +174,17 @@ def load(under: Service, *, streams: int, swaps: int, max_tokens: int, calm_s: f
             ),
             measured(clients, "decode, with handoff", [lambda: control.swap("decode", drain=HANDOFF)]),
         ]
-    return Report(percentile(usual, 0.5), percentile(usual, 0.99), findings, clients.num_right, clients.wrong)
+    usual_p50, usual_p99 = percentile(usual, 0.5), percentile(usual, 0.99)
+    return Report(usual_p50, usual_p99, findings, clients.num_right, clients.wrong, num_moved(under))
+
+
+def num_moved(under: Service) -> int:
+    """Sequences that were handed off, as the service counts them."""
+    connection = http.client.HTTPConnection("127.0.0.1", under.port)
+    connection.request("GET", "/metrics")
+    text = connection.getresponse().read().decode()
+    found = re.findall(r"^flowinfer:sequences_moved_total\{[^}]*by=\"handoff\"[^}]*\} (\S+)", text, re.M)
+    return round(sum(map(float, found)))
 
 
 def measured(clients: Streams, name: str, changes: list[object]) -> Finding:

@@ -32,7 +32,7 @@ def check(report: Report) -> None:
     text = "\n".join(report.lines())
     assert report.wrong == [], text
     assert all(not found.refused for found in report.findings), text
-    assert report.num_right > 0, text
+    assert report.num_right > 0 and report.num_moved > 0, text
 
 
 def test_changes_under_load_go_unnoticed(small: Service) -> None:

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from services import loaded
 
+from flowinfer.codec import Header
 from flowinfer.errors import FlowInferError
-from flowinfer.runtime.events import Counted
+from flowinfer.message import Event, Stats
+from flowinfer.runtime.events import Counted, Heartbeat
 from flowinfer.runtime.rewire.balance import imbalances, summary
 from flowinfer.runtime.rewire.vitals import Limits, Reading, Vitals, breach, read
+from flowinfer.runtime.supervisor import Supervisor
 from flowinfer.spec.drain import MODES, parse_drain, total_s
 
 
@@ -63,7 +70,7 @@ BUCKETS = (0.02, 0.05, 0.1, 0.2, 0.5, 1.0, float("inf"))
 
 
 def window(finished: int, failed: int = 0, at: float = 0.05, tokens: int = 1_000) -> Reading:
-    return reading(0, finished, failed, dict.fromkeys(BUCKETS, 0) | {at: tokens})
+    return reading(60, finished, failed, dict.fromkeys(BUCKETS, 0) | {at: tokens})
 
 
 @pytest.mark.parametrize(
@@ -73,6 +80,8 @@ def window(finished: int, failed: int = 0, at: float = 0.05, tokens: int = 1_000
         (window(100, at=0.1), ""),  # twice as slow: other load, another moment
         (window(100, at=0.5), "tokens take"),
         (window(100, at=0.5, tokens=10), ""),  # too few to tell
+        (window(100, at=0.5)._replace(at=2.0), ""),  # too short to tell
+        (window(100, at=1.0)._replace(at=5.0), "tokens take"),
         (window(100, failed=2), ""),
         (window(100, failed=3), ""),  # 3 %, within 5
         (window(40, failed=10), "10 of 50 requests failed, 20% against 0% before"),
@@ -86,7 +95,7 @@ def test_a_breach_is_told_and_noise_is_none(during: Reading, told: str) -> None:
 
 def test_limits_are_settable() -> None:
     assert breach(window(200), window(100, failed=3), Limits(errors=0.01))
-    assert breach(window(200), window(100, at=0.2), Limits(latency=1.5))
+    assert breach(window(200), window(100, at=0.5), Limits(latency=1.5))
     assert not breach(window(200), window(100, at=0.5), Limits(latency=100))
 
 
@@ -127,3 +136,37 @@ def test_an_imbalance_is_told_with_its_numbers() -> None:
         "back.0 still has 1 open requests",
         "the old stages of front.0 still have 2 of 9 requests",
     ]
+
+
+class Sent:
+    """Stands in for the supervisor's channel."""
+
+    def __init__(self) -> None:
+        self.events: list[tuple[str, Event]] = []
+
+    def send_event(self, peer: str, event: Event) -> bool:
+        self.events.append((peer, event))
+        return True
+
+
+@pytest.mark.parametrize("late", [{"generation": 1}, {"sender": "middle.7"}, {"down": True}])
+def test_what_an_instance_that_is_gone_says_is_refused_and_counted(tmp_path: Path, late: dict[str, Any]) -> None:
+    supervisor: Any = Supervisor(loaded(tmp_path))
+    supervisor.channel = sent = Sent()
+    child = supervisor.children["middle.0"]
+    child.generation, child.state = 2, "down" if late.pop("down", False) else "ready"
+    header = Header("Heartbeat", **{"sender": "middle.0", "generation": 2} | late)
+    supervisor._take(header, Heartbeat(open_requests=3))
+    assert supervisor.num_late == 1 and child.beat_at == 0.0
+    ((peer, stats),) = sent.events
+    assert peer == "front.0" and isinstance(stats, Stats)
+    assert stats.samples == [("flowinfer:refused_late_frames_total", {"reason": "generation"}, 1.0)]
+
+
+def test_what_a_live_instance_says_is_taken(tmp_path: Path) -> None:
+    supervisor: Any = Supervisor(loaded(tmp_path))
+    supervisor.channel = Sent()
+    child = supervisor.children["middle.0"]
+    child.generation, child.state = 2, "ready"
+    supervisor._take(Header("Heartbeat", "middle.0", 2), Heartbeat())
+    assert supervisor.num_late == 0 and child.beat_at > 0

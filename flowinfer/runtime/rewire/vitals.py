@@ -18,7 +18,8 @@ KEPT_S = 120.0  # of readings
 BEFORE_S = 60.0  # the window that a change is measured against
 LEAST = 20  # observations of a latency in each window, below which chance speaks
 LEAST_ERRORS = 3
-FLOOR_S = 0.05  # a median that rose by less is no breach, however small it was
+FLOOR_S = 0.1  # a median that rose by less is no breach, however small it was
+SHORT_S = 10.0  # a window as long must break twice the limit, a shorter one more: other load comes in bursts of seconds
 HARMLESS = ("rewired", "cancelled")  # failures that a change brings by itself, by their code
 _PREFIX = "flowinfer:"
 
@@ -89,7 +90,10 @@ def read(samples: Iterable[Sample], at: float) -> Reading:
 
 
 class Limits(NamedTuple):
-    """errors: by how much the share of failed requests may rise.  latency: by which factor a median may."""
+    """errors: by how much the share of failed requests may rise.  latency: by which factor a median may, in the long run.
+
+    The shorter the window, the more it takes: at SHORT_S, twice the factor.
+    """
 
     errors: float = 0.05
     latency: float = 3.0
@@ -128,8 +132,9 @@ def breach(before: Reading, during: Reading, limits: Limits) -> str:
     share, usual = _share(during), _share(before)
     if during.failed >= LEAST_ERRORS and share > usual + limits.errors:
         return f"{during.failed:.0f} of {ended:.0f} requests failed, {share:.0%} against {usual:.0%} before"
+    factor = limits.latency * (1 + SHORT_S / max(during.at, 0.5))
     for name, now, was in zip(("first tokens", "tokens"), during.latencies, before.latencies, strict=True):
-        if min(now.total, was.total) >= LEAST and now.median > max(limits.latency * was.median, was.median + FLOOR_S):
+        if min(now.total, was.total) >= LEAST and now.median > max(factor * was.median, was.median + FLOOR_S):
             return f"{name} take {now.median * 1e3:.0f} ms at the median, {was.median * 1e3:.0f} ms before"
     return ""
 
