@@ -11,35 +11,27 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
-from pathlib import Path
 from typing import Literal
 
 import msgspec
 from pydantic import Field
 
 from flowinfer.errors import RequestError
-from flowinfer.experiment import record
 from flowinfer.experiment.outcome import End, Line, Memory, Outcome, Pair, Run
 from flowinfer.experiment.policy import Judge, name_of, place, session_of
 from flowinfer.message import ArmsClosed, Breach, Call, Finish, Piece
 from flowinfer.observe import metrics
 from flowinfer.observe.fleet import Fleet
+from flowinfer.serve.arm_record import ArmRecord
 from flowinfer.serve.ledger import Entry, Ledger
 from flowinfer.spec.limits import parse_limits
 from flowinfer.stage import Context, StageConfig
 
 log = logging.getLogger(__name__)
-WRITE_S = 1.0  # between two writes of the record
 AGAIN_S = 10.0  # between two calls for the supervisor
 COPY = "~b"  # behind the id of a request that is copied
 RESIDENT = "flowinfer:worker_resident_bytes"
 UNAVAILABLE = 503
-TIMES = (
-    ("ttft", "arm_time_to_first_token_seconds"),
-    ("itl", "arm_time_per_output_token_seconds"),
-    ("latency", "arm_request_latency_seconds"),
-)
 
 
 class ExperimentConfig(StageConfig):
@@ -84,24 +76,8 @@ class Arms:
         self._down: set[str] = set()  # workers of arm B
         self._closing = self._ended = False
         self._dropped: Counter[str] = Counter()
-        self._num_texts = self._num_lines = 0
-        self._run = Run(
-            service=config.service,
-            name=config.name,
-            mode=config.mode,
-            share=config.share,
-            at=time.time(),
-            changes=config.changes,
-            stop_if=config.stop_if,
-        )
-        self._path: Path | None = None
-        self._lines: list[Line] = []
-        self._armed = False
-        labels = {"experiment": config.name}
-        self._requests = metrics.counter("arm_requests_total")
-        self._times = {
-            what: {arm: metrics.histogram(name).labels(arm=arm, **labels) for arm in "ab"} for what, name in TIMES
-        }
+        self._num_texts = 0
+        self._log = ArmRecord(run_of(config), ctx, self._memory)
 
     # -- life ----------------------------------------------------------------------------------------------------------
 
@@ -110,14 +86,13 @@ class Arms:
         self._closing = False
         if not self.is_open and not self.stopped:
             self.is_open = True
-            if self._path is None:
-                self._path = record.path_of(self._run)
-                self._add(self._run)
+            self._log.begin()
 
     def reshare(self, config: ExperimentConfig) -> None:
         """Another share or other limits of the same arms."""
+        if (config.stop_if, config.min_requests) != (self.config.stop_if, self.config.min_requests):
+            self._judge = Judge(parse_limits(config.stop_if), config.min_requests)
         self.config = config
-        self._judge = Judge(parse_limits(config.stop_if), config.min_requests)
 
     def close(self) -> None:
         """Sends nothing more to arm B; copies are dropped, and ArmsClosed says when the last request has ended."""
@@ -127,9 +102,9 @@ class Arms:
     def end(self, reason: str) -> None:
         """The run is over: writes what is left."""
         self.is_open, self._ended = False, True
-        if self._path is not None and not self.stopped:
-            self._add(End(at=time.time(), reason=reason, dropped=dict(self._dropped)))
-        self._write(at_once=True)
+        if self._log.has_begun and not self.stopped:
+            self._log.add(End(at=time.time(), reason=reason, dropped=dict(self._dropped)))
+        self._log.write(at_once=True)
 
     def open_in_b(self) -> list[str]:
         """Requests of clients in arm B."""
@@ -281,24 +256,17 @@ class Arms:
         return pair
 
     def _record(self, *outcomes: Outcome, line: Line | None = None) -> None:
-        self._add(line or outcomes[0])
+        self._log.add(line or outcomes[0])
         for outcome in outcomes:
-            self._measure(outcome)
+            self._log.measure(outcome)
             reason = self._judge.take(outcome)
             if reason and not self.stopped:
                 self._break(reason)
 
-    def _measure(self, outcome: Outcome) -> None:
-        result = "failed" if outcome.failed else "refused" if outcome.error else "answered"
-        self._requests.labels(experiment=self.config.name, arm=outcome.arm, result=result).inc()
-        for what, into in self._times.items():
-            if (value := outcome.figure(what)) is not None:
-                into[outcome.arm].observe(value)
-
     def _break(self, reason: str) -> None:
         self.stopped, self.is_open = True, False
         log.warning("experiment %s stops itself: %s; all requests go to arm A", self.config.name, reason)
-        self._add(End(at=time.time(), reason=reason, dropped=dict(self._dropped)))
+        self._log.add(End(at=time.time(), reason=reason, dropped=dict(self._dropped)))
         self._tell_breach(reason)
 
     def _tell_breach(self, reason: str) -> None:
@@ -306,32 +274,6 @@ class Arms:
         if not self._ended:
             self.ctx.send(Breach(experiment=self.config.name, reason=reason), to="supervisor")
             self.ctx.call_at(self.ctx.clock.now() + AGAIN_S, lambda: self._tell_breach(reason))
-
-    # -- the record ----------------------------------------------------------------------------------------------------
-
-    def _add(self, line: Line) -> None:
-        if self._num_lines >= record.MAX_LINES and not isinstance(line, End):
-            return
-        self._num_lines += 1
-        self._lines.append(line)
-        if not self._armed:
-            self._armed = True
-            self.ctx.call_at(self.ctx.clock.now() + WRITE_S, self._write)
-
-    def _write(self, *, at_once: bool = False) -> None:
-        self._armed = False
-        if self._path is None or not self._lines:
-            return
-        lines, self._lines = [*self._lines, *self._memory()], []
-        work = partial(record.append, self._path, lines)
-        if at_once:
-            self._wrote(_tried(work))
-        else:
-            self.ctx.submit(partial(_tried, work), self._wrote)
-
-    def _wrote(self, result: BaseException | None) -> None:
-        if isinstance(result, BaseException):
-            log.warning("the record of experiment %s can't be written: %s", self.config.name, result)
 
     def _memory(self) -> list[Line]:
         """What the workers of each arm hold now."""
@@ -346,12 +288,17 @@ class Arms:
         return [Memory(int(sums[0]), int(sums[1]))] if all(sums) else []
 
 
-def _tried(work: partial[None]) -> BaseException | None:
-    try:
-        work()
-    except OSError as error:
-        return error
-    return None
+def run_of(config: ExperimentConfig) -> Run:
+    """The head of the record of a run that begins now."""
+    return Run(
+        service=config.service,
+        name=config.name,
+        mode=config.mode,
+        share=config.share,
+        at=time.time(),
+        changes=config.changes,
+        stop_if=config.stop_if,
+    )
 
 
 def _count(outcome: Outcome, finish: Finish) -> None:

@@ -181,6 +181,16 @@ def test_a_breach_moves_all_sessions_to_arm_a_at_once() -> None:
     assert door.ask("later", "ann")[0].arm == ""
 
 
+def test_another_live_change_forgets_nothing_of_what_arm_b_did() -> None:
+    door = Door("split", 1.0, stop_if={"errors": "> 5%"}, min_requests=20)
+    for number in range(25):
+        if number == 15:
+            door.gateway.reconfigure(door.gateway.config.model_copy(update={"max_requests": 99}))
+        door.ask(f"r{number}")
+        door.gateway.observe(Failure(id=f"r{number}", status=500, message="broke"))
+    assert len(door.sent(Breach)) == 1
+
+
 def test_closing_waits_for_what_is_open_and_fails_it_at_the_deadline() -> None:
     door = Door("split", 1.0)
     door.ask("1")
