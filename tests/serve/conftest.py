@@ -120,9 +120,10 @@ class Service:
 
     def settle(self) -> None:
         """Returns once the loop has done all that was put before."""
-        done = threading.Event()
-        self.put(done.set)
-        assert done.wait(WAIT_S)
+        for _ in range(2):  # a turn takes what was put, and only then steps: the second time, it has
+            done = threading.Event()
+            self.put(done.set)
+            assert done.wait(WAIT_S)
 
     def close(self) -> None:
         self.put(self._stop)
