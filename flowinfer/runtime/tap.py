@@ -118,7 +118,12 @@ class Tap:
         self._waiting.append(line)
 
     def flush(self) -> None:
-        """Sends what waits; what the viewer's socket doesn't take is lost to it."""
+        """Sends what waits; what the viewer's socket doesn't take is lost to it. Its time is the tap's as well."""
+        began = time.perf_counter()
+        self._send_waiting()
+        self._balance -= time.perf_counter() - began
+
+    def _send_waiting(self) -> None:
         self._count()
         lines, self._waiting = self._waiting, []
         while True:
