@@ -26,7 +26,7 @@ class Encoder:
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._vocabulary = vocabulary
         self._forbidden = vocabulary.control_ids - {vocabulary.unknown_id}
-        self.markers = lru_cache(4096)(self._find_markers)  # a template has few control segments, and they recur
+        self._known = lru_cache(4096)(self.markers)  # a template has few control segments, and they recur
 
     def plain(self, text: str, *, first: bool = True) -> list[int]:
         """Ids of plain text; `first` if nothing stands before it. Never a control id."""
@@ -52,7 +52,7 @@ class Encoder:
         parts: list[Part] = []
         run: list[str] = []
         for segment in segments:
-            for part in self.markers(segment.text) if segment.control else (segment.text,):
+            for part in self._known(segment.text) if segment.control else (segment.text,):
                 if isinstance(part, str):
                     run.append(part)
                 else:
@@ -60,7 +60,7 @@ class Encoder:
                     run = []
         return [part for part in [*parts, "".join(run)] if part != ""]
 
-    def _find_markers(self, text: str) -> tuple[Part, ...]:
+    def markers(self, text: str) -> tuple[Part, ...]:
         """A control segment as control ids and the text between them."""
         encoding = self._vocabulary.full.encode(text, add_special_tokens=False)
         parts: list[Part] = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,8 @@ from decode_loop import Service, prompt
 from flowinfer.engine import hub
 from flowinfer.engine.sources import BUNDLED
 from flowinfer.errors import ModelError
+from flowinfer.stages.recipe_tokenize.told import told_by
+from flowinfer.text.deepseek import DeepSeekRecipe
 from flowinfer.text.tokenizer import TextTokenizer, load_tokenizer
 
 NAME = "flowinfer-mini"
@@ -86,3 +89,16 @@ def test_the_makers_recipe_gives_its_prompts_too() -> None:
         own = tokenizer.encode_segments(tokenizer.render(chat, thinking=thinking)).tolist()
         effort = "low" if thinking else "none"  # the others put a preamble first
         assert recipe.encode_segments(recipe.render(chat, reasoning_effort=effort)).tolist() == own
+
+
+def test_a_deepseek_that_brings_no_template_is_told_by_its_makers_recipe(tmp_path: Path) -> None:
+    for path in hub.resolve(NAME).iterdir():
+        if path.suffix == ".json":
+            (tmp_path / path.name).write_bytes(path.read_bytes())
+    settings = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    del settings["chat_template"]
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    for folder, recipe in ((tmp_path, True), (hub.resolve(NAME), False)):
+        formats = told_by(load_tokenizer(folder), None, "auto").templates
+        assert isinstance(formats["default"], DeepSeekRecipe) == recipe
+    assert not told_by(load_tokenizer(tmp_path), None, "template").templates

@@ -22,6 +22,7 @@ from flowinfer.text.reply.formats import HARMONY, THINK_CLOSE, THINK_OPEN, TOOL_
 
 _BODY = "@body"  # the client's own grammar, as one that is nested
 _NEXT = "<|end|><|start|>assistant"
+_MAX_KEPT_BYTES = 64 * 1024  # of a request's tools and form: all that is kept stays below 10 MB or so
 _HARMONY_CALL = "<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>"
 
 
@@ -79,6 +80,8 @@ class AnswerGrammars:
         grammar = answer_grammar(form, wanted, self._mark)
         if grammar is not None and grammar.text != (wanted.grammar and wanted.grammar.text):
             check(grammar)
+        if len(key) > _MAX_KEPT_BYTES:
+            return grammar
         with self._lock:
             self._kept[key] = grammar
             while len(self._kept) > self._capacity:
