@@ -48,13 +48,13 @@ def stats(path: str | None, **store: Any) -> None:
     from rich.table import Table
 
     usage, title, note = _usage_of_objects(path, **store) if _is_url(path) else _usage_of_disk(_folder(path))
-    table = Table("class", "tenant", title=title)
+    table = Table("class", "tenant")
     table.add_column("blocks", justify="right")
     table.add_column("size", justify="right")
     for cls, tenant, blocks, size in sorted(usage, key=lambda row: -row[3]):
         table.add_row(cls, tenant or "(none)", f"{blocks:,}", _size(size))
+    click.echo(f"{title}, {note}")
     Console().print(table)
-    click.echo(note)
 
 
 def _usage_of_disk(folder: Path) -> tuple[list[tuple[str, str, int, int]], str, str]:

@@ -71,7 +71,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def cache_dir() -> Path:
-    """Where models and KV are kept: FLOWINFER_CACHE, else ~/.cache/flowinfer."""
+    """Where models are kept, and KV in `kv`: FLOWINFER_CACHE, else ~/.cache/flowinfer."""
     return Path(os.environ.get("FLOWINFER_CACHE") or "~/.cache/flowinfer").expanduser()
 
 

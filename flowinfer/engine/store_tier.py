@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 MAX_QUEUED = 256  # requests whose blocks wait to be written; beyond, the oldest are forgotten
 MAX_RECENT = 100_000  # names of blocks that needn't be offered to the store again soon
-CLOSING_S = 10.0  # how long the end of a service waits for the run of blocks that is being put
+CLOSING_S = 3.0  # how long the end of a service waits for the run of blocks that is being put
 Blocks = list[int]
 Cost = tuple[float, float, float]
 

@@ -22,7 +22,7 @@ from flowinfer.cache.sealing import Sealer
 log = logging.getLogger(__name__)
 PAUSE_S = 15.0  # after a failure the store isn't asked for so long: prompts don't wait for it one after the other
 FIRST_LISTING_S = 2.0  # how long the first prompts after a start wait to know what there is
-CLOSING_S = 20.0  # how long a service that ends goes on writing
+CLOSING_S = 4.0  # how long a service that ends goes on writing: its supervisor waits for five seconds
 Told = Callable[[Sequence[bytes], str], None]
 Id = tuple[str, bytes]  # namespace and block
 
