@@ -42,7 +42,11 @@ class CompiledGrammar(Protocol):
 
 
 class GrammarEngine(Protocol):
-    """Compiles grammars for one vocabulary. May be called by several threads at once."""
+    """Compiles grammars for one vocabulary. May be called by several threads at once.
+
+    Grammars of calls (calls.py) are Lark in llguidance's dialect: `%json {…}` for a schema, `<[7]>` for a token by its
+    id, `[lazy]` for the shortest match, `&` and `~` between regular expressions, @body for a nested grammar.
+    """
 
     def compile(self, grammar: Grammar) -> CompiledGrammar:
         """Raises RequestError 400 naming the field for a grammar that is wrong, impossible or uses what isn't known."""
