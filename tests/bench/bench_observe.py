@@ -4,8 +4,8 @@ Run: python tests/bench/bench_observe.py [--pairs 20] [--streams 16]. The graph 
 recording in the place of the model, at the recording's pace: so the load is the same in every window, and what the
 service's processes use of the processor is its own work, not the model's. Windows without and with a viewer alternate.
 The difference, as a share of one core, is what a viewer takes from the model at most. 95 % intervals are from a paired
-bootstrap of the median. The last lines: a recorder in a graph with the real model, by its own time; a tap on an edge inside a worker at
-full speed, which no service comes near.
+bootstrap of the median. The last lines: a recorder in a graph with the real model, by its own time; a tap on an edge
+inside a worker at full speed, which no service comes near.
 """
 
 from __future__ import annotations
