@@ -31,9 +31,10 @@ def test_what_the_table_calls_refused_is_refused_by_name(start: Any, api: str) -
     path, body = PATHS[api]
     fields = [f for f in APIS[api][0].__struct_fields__ if standing(api, f).startswith(("refused", "only"))]
     assert fields
-    for field in fields:
-        for value in FOREIGN:
-            response = httpx.post(service.url + path, json={"model": "tiny", **body, field: value})
-            assert response.status_code == 400, (field, value)
-            assert field in response.json()["error"]["message"], (field, value)
+    with httpx.Client(base_url=service.url) as http:
+        for field in fields:
+            for value in FOREIGN:
+                response = http.post(path, json={"model": "tiny", **body, field: value})
+                assert response.status_code == 400, (field, value)
+                assert field in response.json()["error"]["message"], (field, value)
     assert service.calls.empty()
