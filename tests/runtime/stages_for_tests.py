@@ -17,6 +17,7 @@ from flowinfer.message import (
     Ended,
     Event,
     Failure,
+    Moved,
     Piece,
     Prompt,
     Sampling,
@@ -151,10 +152,12 @@ class Door(Stage):
         open: int = 8
         calls: int = 1_000_000_000
 
-    listens = (Serving, Drain, Failure, WorkerDown)
+    listens = (Serving, Drain, Failure, WorkerDown, Moved)
 
     def open(self) -> None:
         self.waiting: dict[str, float] = {}
+        self.held: dict[str, tuple[str, int]] = {}  # by request: the worker that has it, and its generation
+        self.dead: dict[str, int] = {}
         self.made = 0
         self.admits = False
 
@@ -171,10 +174,25 @@ class Door(Stage):
             write(self.config.file, "drain")
         elif isinstance(event, WorkerDown):
             write(self.config.file, f"down {event.worker} {event.generation}")
-        elif isinstance(event, Failure) and event.id in self.waiting:
-            write(self.config.file, f"failed {event.id} {event.status} {event.code}")
-            metrics.counter("requests_failed_total").labels(code=event.code).inc()
-            self._end(event.id)
+            self.dead[event.worker] = event.generation
+            self._fail_lost()
+        elif isinstance(event, Moved):
+            self.held |= dict.fromkeys(self.waiting.keys() & set(event.ids), (event.worker, event.generation))
+            self._fail_lost()
+        elif isinstance(event, Failure):
+            self._fail(event.id, event.status, event.code)
+
+    def _fail_lost(self) -> None:
+        """Ends what died with a worker, as the gateway's ledger does."""
+        for request, (worker, generation) in list(self.held.items()):
+            if generation <= self.dead.get(worker, 0):
+                self._fail(request, 503, "worker_died")
+
+    def _fail(self, request: str, status: int, code: str) -> None:
+        if request in self.waiting:
+            write(self.config.file, f"failed {request} {status} {code}")
+            metrics.counter("requests_failed_total").labels(code=code).inc()
+            self._end(request)
 
     def step(self, texts: list[Text]) -> Iterable[Call]:
         for piece in (piece for text in texts for piece in text.pieces):
@@ -192,6 +210,7 @@ class Door(Stage):
 
     def _end(self, request: str) -> None:
         self.waiting.pop(request, None)
+        self.held.pop(request, None)
         self.ctx.send(Ended(ids=[request]))
 
     def close(self) -> None:
