@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from harness import ROOT, service
 
-from flowinfer.testing import PipelineTest, run_inline, run_over_http
+from flowinfer.testing import PipelineTest, run_inline, run_over_http, run_real
 
 FILES = sorted((ROOT / "pipelines").rglob("*_test.yaml"))
 
@@ -20,6 +20,14 @@ def test_every_pipeline_has_a_test() -> None:
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_inline(path: Path, smollm2: Path) -> None:
     outcomes = list(run_inline(path))
+    assert {o.name: o.problems for o in outcomes if o.problems} == {}
+    assert outcomes
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["prod_faults_test", "prod_disk_test", "quickstart_test"])
+def test_over_true_processes(name: str, smollm2: Path) -> None:
+    outcomes = list(run_real(ROOT / "pipelines" / f"{name}.yaml"))
     assert {o.name: o.problems for o in outcomes if o.problems} == {}
     assert outcomes
 
