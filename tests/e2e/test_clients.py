@@ -85,7 +85,9 @@ def test_both_apis_give_the_same_answer(prod: Service, claude: anthropic.Anthrop
     counted = claude.messages.count_tokens(model=prod.model, messages=QUESTION)
     assert counted.input_tokens == wanted.usage.prompt_tokens
     with claude.messages.stream(**ask) as stream:
+        first = next(event for event in stream if event.type == "message_start").message.usage
         final = stream.get_final_message()
+    assert first.input_tokens + (first.cache_read_input_tokens or 0) == wanted.usage.prompt_tokens
     assert [part.text for part in final.content if part.type == "text"] == [block.text]
     assert final.stop_reason == got.stop_reason
 
