@@ -131,6 +131,7 @@ class _Keeper:
 
     def _watch(self, supervisor: int) -> int:
         """Waits for the supervisor's death, holding what it gives and reaping orphans; returns its exit code."""
+        assert self._socket is not None
         self._tell(supervisor)
         reading, stop_by = True, math.inf
         while True:
@@ -148,7 +149,7 @@ class _Keeper:
                 reading = self._take()
             code = self._reap(supervisor)
             if code is not None:
-                while reading:  # what it said last
+                while reading and select.select([self._socket], [], [], 0)[0]:  # what it said last
                     reading = self._take()
                 return code
 
