@@ -166,7 +166,7 @@ def _open(ctx: Context, engine: Engine, config: Tiers, retention: Retention) -> 
                 tiers.append(StoreTier(DISK, ctx, engine, opened, make_admission(config.write, disk.size // block)))
         if (objects := config.object) is not None:
             size = None if objects.size is None else objects.size // block
-            opened = partial(_open_objects, objects, retention, key)
+            opened = partial(_open_objects, objects, retention, key, engine.layout.digest)
             tiers.append(StoreTier(OBJECT, ctx, engine, opened, make_admission(config.write, size)))
     except FlowInferError:
         for tier in tiers:
@@ -212,6 +212,7 @@ def _open_objects(
     config: ObjectTierConfig,
     retention: Retention,
     key: bytes | None,
+    namespace: str,
     removed: Removed,
     added: Removed,
     fault: Callable[[str], None],
@@ -229,7 +230,7 @@ def _open_objects(
     )
     limits = ObjectLimits(config.size, config.class_sizes, config.tenant_size)
     settings = ObjectSettings(retention=retention, limits=limits, refresh_s=config.refresh, key=key)
-    return ObjectStore(client, settings, removed=removed, added=added, fault=fault)
+    return ObjectStore(client, settings, removed=removed, added=added, fault=fault, listens=namespace)
 
 
 def _retention(settings: dict[str, Any]) -> dict[str, float]:

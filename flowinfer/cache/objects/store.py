@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from functools import partial
@@ -45,8 +45,8 @@ class ObjectSettings:
 class ObjectStore:
     """Blocks in an object store under 16-byte names. Thread-safe; any number of services may share the store.
 
-    removed(names, cause) is told of what left the store, added(names, cause) of what others put there, fault(cause) of
-    all that went wrong; any thread may call them. No method raises for what the store does.
+    removed(names, cause) is told of what left the store, added(names, cause) of what others put there, both of `listens`
+    alone where that namespace is given, fault(cause) of all that went wrong; any thread may call them. No method raises for what the store does.
     """
 
     def __init__(
@@ -58,8 +58,9 @@ class ObjectStore:
         removed: Told = lambda names, cause: None,
         added: Told = lambda names, cause: None,
         fault: Callable[[str], None] = lambda cause: None,
+        listens: str | None = None,
     ) -> None:
-        self.settings, self._client, self._monotonic = settings, client, monotonic
+        self.settings, self._client, self._monotonic, self._listens = settings, client, monotonic, listens
         self.counts: Counter[str] = Counter()
         self._told_removed, self._told_added, self._told_fault = removed, added, fault
         self._sealer = Sealer(settings.key) if settings.key is not None else None
@@ -295,8 +296,11 @@ class ObjectStore:
             gone = [id for id in self._there if id not in listed and id not in ours]
             new = [id for id in listed if id not in self._there]
             self._there = listed | ours
-        self._told_removed([name for _, name in gone], "gone")
-        self._told_added([name for _, name in new], "listed")
+        self._told_removed(self._heard(gone), "gone")
+        self._told_added(self._heard(new), "listed")
+
+    def _heard(self, ids: Iterable[Id]) -> list[bytes]:
+        return [name for namespace, name in ids if self._listens in (None, namespace)]
 
     def _sweep(self) -> None:
         now = self._now()
@@ -341,7 +345,7 @@ class ObjectStore:
                 if self._there.get(id) == stored:
                     del self._there[id]
         self._count(f"removed_{cause}", len(objects))
-        self._told_removed([stored.named.name for stored in objects], cause)
+        self._told_removed(self._heard((stored.named.namespace, stored.named.name) for stored in objects), cause)
 
     def _pause(self, cause: str, detail: str) -> None:
         """The store is slow or out of order: it is left alone for a while, and the service goes on."""
