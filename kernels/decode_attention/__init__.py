@@ -49,7 +49,7 @@ class Scratch(NamedTuple):
     def make(cls, rows: int, heads: Heads, device: torch.device) -> Scratch:
         """Room for every batch of at most `rows` rows."""
         n, k, d = heads
-        most = max(r * num_splits(r, k) for r in range(1, rows + 1))
+        most = max(r * num_splits(r, heads) for r in range(1, rows + 1))
         return cls(
             torch.empty(most * n * d, dtype=torch.float32, device=device),
             torch.empty(most * n * 2, dtype=torch.float32, device=device),
@@ -57,9 +57,10 @@ class Scratch(NamedTuple):
         )
 
 
-def num_splits(rows: int, num_kv_heads: int) -> int:
-    """Parts that each sequence's KV is cut into: few rows need many to fill the card."""
-    return max(1, min(MOST_SPLITS, PROGRAMS // (rows * num_kv_heads)))
+def num_splits(rows: int, heads: Heads) -> int:
+    """Parts that each sequence's KV is cut into: few rows need many to fill the card, and small heads more."""
+    programs = PROGRAMS if heads.head_dim >= 128 else 2 * PROGRAMS
+    return max(1, min(MOST_SPLITS, programs // (rows * heads.num_kv_heads)))
 
 
 def decode_attention(

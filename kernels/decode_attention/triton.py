@@ -21,7 +21,7 @@ def launch(qkv, kv, layer, heads, batch, rope, qk_norm, eps, scratch, window, si
     """Arguments as checked by decode_attention."""
     n, k, d = heads
     rows, page = qkv.shape[0], kv.shape[4]
-    splits = num_splits(rows, k)
+    splits = num_splits(rows, heads)
     q_norm, k_norm = qk_norm if qk_norm is not None else (None, None)
     block_s = triton.next_power_of_2(splits)
     warps, stages = LAUNCH or _launch_parameters(rows, heads)
