@@ -83,6 +83,7 @@ class Worker(Group):
         self._moved: list[str] = []
         self._epochs: dict[str, int] = {}  # by lane and sender: the newest of its frames
         self._first_epoch = plan.epoch
+        self._early: dict[str, list[tuple[Header, Credit]]] = {}  # by edge: from workers that switched before this one
         self._supervisor = 1  # its generation: one more each time that another one takes over
         self._draining = self._stopping = False
         stages = [plan.stages[stage] for stage in plan.workers[worker].stages]
@@ -233,6 +234,8 @@ class Worker(Group):
 
     def _take_credit(self, header: Header, credit: Credit) -> None:
         outbox = self.outputs.get(credit.edge)
+        if outbox is None and header.epoch > self.plan.epoch:  # of an edge that this worker will have in a moment
+            self._early.setdefault(credit.edge, []).append((header, credit))
         if outbox is not None:
             outbox.credit(header.sender, header.generation, credit.lane, credit.amount, credit.ids)
             outbox.flush()
@@ -312,6 +315,24 @@ class Worker(Group):
         if edge.name not in self.outputs:
             self.outputs[edge.name] = Outbox(edge, self._send, self.clock.now, probe=self._send_probe)
         return self.outputs[edge.name]
+
+    def open_input(self, edge: EdgePlan) -> None:
+        """Grants credit on a new edge to the workers that are connected already; others get it when they come."""
+        worker = self.plan.stages[edge.source].worker
+        for peer in self.peers:
+            if self._worker_of(peer) == worker:
+                for credit in self.grants.opening(edge.name, peer, edge.lanes):
+                    self.channel.send_event(peer, credit)
+
+    def open_output(self, outbox: Outbox) -> None:
+        """Connects a new edge to the workers that are there, with the credit that came before this one switched."""
+        worker = self.plan.stages[outbox.edge.target].worker
+        for peer, generation in self.peers.items():
+            if self._worker_of(peer) == worker:
+                outbox.connect(peer, generation)
+        for header, credit in self._early.pop(outbox.edge.name, ()):
+            if header.epoch == self.plan.epoch:  # and not of a change that was taken back
+                self._take_credit(header, credit)
 
     def replace_runs(self, now: Mapping[str, StageRun], layer: Layer, plan: Plan) -> None:
         super().replace_runs(now, layer, plan)

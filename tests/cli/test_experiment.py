@@ -58,6 +58,26 @@ class Hold(Echo):
 '''
 
 
+MARK = '''
+
+class Mark(Stage):
+    """Says that a call came by here."""
+
+    def step(self, calls: list[Call]) -> Iterable[Call]:
+        for call in calls:
+            call.prompt = f"B {call.prompt}"
+            yield call
+'''
+MARKED = """extends: echo.yaml
+experiment:
+  name: loud
+  SHARE
+  with:
+    stages: {mark: {use: "./echo.py:Mark"}}
+    edges: {"api -> echo": !drop , "api -> mark": , "mark -> echo": }
+"""
+
+
 class Traffic:
     """Clients that ask without end, each with a session of its own. texts: what each session was answered, in order."""
 
@@ -231,6 +251,26 @@ def test_a_split_begins_and_ends_under_load_and_outlives_the_death_of_its_arm(
     assert running.worker("say-b.0") is None and running.worker("say.0") is not None
     report = call("experiment", "report", "--json", tmp_path / "out.json", "--require", "errors <= 50%")
     assert "arm B of loud" in report and "each arm answered other requests" in report.replace("\n", " ")
+
+
+def test_arm_b_is_led_into_a_worker_that_runs_already(
+    running: Running, overlay: Overlay, tmp_path: Path, echo_file: Path
+) -> None:
+    """What arm B has of its own stands at the door, and its new edge goes to the other arm's worker."""
+    (tmp_path / "echo.py").write_text((tmp_path / "echo.py").read_text() + MARK)
+    path = tmp_path / "experiment.yaml"
+    path.write_text(MARKED)
+    with Traffic(running.port) as traffic:
+        for share in ("split: 50%", "split: 100%"):
+            path.write_text(MARKED.replace("SHARE", share))
+            running.apply(path)
+            number = float(share[7:-1]) / 100
+            for session, texts in traffic.more().items():
+                assert set(texts) == {"B one two " if is_b(session, number) else "one two "}, session
+            call("experiment", "stop", "--yes")
+            assert set(itertools.chain(*traffic.more().values())) == {"one two "}
+    assert traffic.errors == []
+    assert psutil.pid_exists(running.process.pid) and "gives up" not in running.log.read_text()
 
 
 def test_a_mirror_compares_answers_and_leaves_clients_alone(running: Running, overlay: Overlay, tmp_path: Path) -> None:

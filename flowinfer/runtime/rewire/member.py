@@ -211,13 +211,17 @@ class Member:
 
     def _resize(self, before: Plan, plan: Plan) -> None:
         """Credit and queues as the new plan's edges and replicas say."""
-        edges = {edge.name: edge for edge in plan.edges}
+        edges, known = {edge.name: edge for edge in plan.edges}, {edge.name for edge in before.edges}
         for name, (edge, inbox, held) in list(self.worker.inputs.items()):
             now = edges[name]
             self.worker.inputs[name] = (now, inbox, held)
-            if edge.source in before.stages:
+            if name in known:
                 self._regrant(name, edge, now, before, plan)
                 self._grant_lanes(edge, now)
+            else:
+                self.worker.open_input(now)
+        for name in self.worker.outputs.keys() - known:
+            self.worker.open_output(self.worker.outputs[name])
 
     def _regrant(self, name: str, edge: EdgePlan, now: EdgePlan, before: Plan, plan: Plan) -> None:
         worker = self.worker
