@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import re
 import time
 import uuid
 from collections.abc import Awaitable, Callable
@@ -38,6 +37,15 @@ from flowinfer.serve.openai.response_input import messages_of
 from flowinfer.serve.openai.response_store import ResponseStore
 from flowinfer.serve.openai.responses import ResponsesRequest, response_job
 from flowinfer.serve.responses_api import ResponsesApi
+from flowinfer.serve.routing import (
+    Counted,
+    Endpoint,
+    method_error,
+    path_label,
+    raw_headers,
+    request_id,
+    unknown_path,
+)
 from flowinfer.serve.state import State
 from flowinfer.serve.tokens import DetokenizeRequest, TokenizeRequest, Tokens, load_for
 from flowinfer.serve.traffic import classed
@@ -45,11 +53,9 @@ from flowinfer.serve.traffic import classed
 if TYPE_CHECKING:
     from flowinfer.serve.gateway import Gateway
 
-Handler = Callable[[Scope, Receive, Send, Headers], Awaitable[None]]
 Sink = Callable[[Piece | RequestError], None]
 READER_GRACE_S = 60.0  # for a client to read an answer that ended at the last moment; then it's dropped
 PROBE_TIMEOUT_S = 5.0  # a worker loop that doesn't answer in this time admits nothing either
-_REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,128}")
 MESSAGES = "/v1/messages"
 _OPEN_PATHS = {"/health", "/ready", "/version", "/metrics", "/openapi.json"}  # probes and scrapers have no key
 _client: ContextVar[str] = ContextVar("client", default="")  # name of the key that the current request came with
@@ -70,13 +76,13 @@ class App:
         self._started = int(time.time())
         self._state = State(config.state_path)
         self._batches: Batches | None = None
-        self._router = Router(self._routes(), redirect_slashes=False, default=_unknown_path)
+        self._router = Router(self._routes(), redirect_slashes=False, default=unknown_path)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         scope["app"] = self
         scope["request_id"] = request_id(scope)
         headers = [(b"x-request-id", scope["request_id"])]
-        counted, is_anthropic = _Counted(send), scope["path"].startswith(MESSAGES)
+        counted, is_anthropic = Counted(send), scope["path"].startswith(MESSAGES)
         if is_anthropic:
             headers.append((b"request-id", scope["request_id"]))  # the name that Anthropic's clients know
         client = ""
@@ -88,8 +94,8 @@ class App:
         except RequestError as error:
             await respond_error(counted, error, headers, anthropic=is_anthropic)
         except HTTPException as error:
-            error_headers = [*headers, *_raw(error)]
-            await respond_error(counted, _method_error(scope, error), error_headers, anthropic=is_anthropic)
+            error_headers = [*headers, *raw_headers(error)]
+            await respond_error(counted, method_error(scope, error), error_headers, anthropic=is_anthropic)
         except Exception as error:
             if not counted.started:
                 message = f"The server broke: {type(error).__name__}."
@@ -98,7 +104,7 @@ class App:
             raise
         finally:
             self.access.leave(client)
-            _log.labels(path=_path_label(scope), status=counted.status).inc()
+            _log.labels(path=path_label(scope), status=counted.status).inc()
 
     def _enter(self, scope: Scope) -> str:
         """The client behind a request, counted in if it asks for work. Raises RequestError 401, 429."""
@@ -134,13 +140,13 @@ class App:
 
     def _routes(self) -> list[BaseRoute]:
         routes: list[BaseRoute] = [
-            Route("/health", _Endpoint(self._health), methods=["GET"]),
-            Route("/ready", _Endpoint(self._ready), methods=["GET"]),
-            Route("/version", _Endpoint(self._version), methods=["GET"]),
-            Route("/metrics", _Endpoint(self._metrics), methods=["GET"]),
-            Route("/openapi.json", _Endpoint(self._openapi), methods=["GET"]),
-            Route("/tokenize", _Endpoint(self._tokenize), methods=["POST"]),
-            Route("/detokenize", _Endpoint(self._detokenize), methods=["POST"]),
+            Route("/health", Endpoint(self._health), methods=["GET"]),
+            Route("/ready", Endpoint(self._ready), methods=["GET"]),
+            Route("/version", Endpoint(self._version), methods=["GET"]),
+            Route("/metrics", Endpoint(self._metrics), methods=["GET"]),
+            Route("/openapi.json", Endpoint(self._openapi), methods=["GET"]),
+            Route("/tokenize", Endpoint(self._tokenize), methods=["POST"]),
+            Route("/detokenize", Endpoint(self._detokenize), methods=["POST"]),
         ]
         if "openai" in self._gateway.config.apis:
             config = self._gateway.config
@@ -150,24 +156,24 @@ class App:
             files = FileStore(self._state, config.state_files)
             self._batches = Batches(self._state, files, self._limits, self._answer, _client.set)
             routes += [
-                Route("/v1/chat/completions", _Endpoint(self._chat), methods=["POST"]),
-                Route("/v1/completions", _Endpoint(self._completions), methods=["POST"]),
-                *FilesApi(files, self._batches, config.max_body, _json, _client.get).routes(_Endpoint),
-                Route("/v1/responses", _Endpoint(responses.create), methods=["POST"]),
-                Route("/v1/responses/input_tokens", _Endpoint(self._count_input), methods=["POST"]),
-                Route("/v1/responses/{id}", _Endpoint(responses.retrieve), methods=["GET"]),
-                Route("/v1/responses/{id}/input_items", _Endpoint(responses.input_items), methods=["GET"]),
-                Route("/v1/responses/{id}", _Endpoint(responses.delete), methods=["DELETE"]),
-                Route("/v1/responses/{id}/cancel", _Endpoint(responses.cancel), methods=["POST"]),
+                Route("/v1/chat/completions", Endpoint(self._chat), methods=["POST"]),
+                Route("/v1/completions", Endpoint(self._completions), methods=["POST"]),
+                *FilesApi(files, self._batches, config.max_body, _json, _client.get).routes(Endpoint),
+                Route("/v1/responses", Endpoint(responses.create), methods=["POST"]),
+                Route("/v1/responses/input_tokens", Endpoint(self._count_input), methods=["POST"]),
+                Route("/v1/responses/{id}", Endpoint(responses.retrieve), methods=["GET"]),
+                Route("/v1/responses/{id}/input_items", Endpoint(responses.input_items), methods=["GET"]),
+                Route("/v1/responses/{id}", Endpoint(responses.delete), methods=["DELETE"]),
+                Route("/v1/responses/{id}/cancel", Endpoint(responses.cancel), methods=["POST"]),
             ]
         if "anthropic" in self._gateway.config.apis:
             routes += [
-                Route(MESSAGES, _Endpoint(self._messages), methods=["POST"]),
-                Route(f"{MESSAGES}/count_tokens", _Endpoint(self._count_tokens), methods=["POST"]),
+                Route(MESSAGES, Endpoint(self._messages), methods=["POST"]),
+                Route(f"{MESSAGES}/count_tokens", Endpoint(self._count_tokens), methods=["POST"]),
             ]
         routes += [
-            Route("/v1/models", _Endpoint(self._models), methods=["GET"]),
-            Route("/v1/models/{id:path}", _Endpoint(self._model), methods=["GET"]),
+            Route("/v1/models", Endpoint(self._models), methods=["GET"]),
+            Route("/v1/models/{id:path}", Endpoint(self._model), methods=["GET"]),
         ]
         return routes
 
@@ -272,62 +278,8 @@ class App:
         return card | {"type": "model", "display_name": model, "created_at": since}  # these are Anthropic's
 
 
-class _Endpoint:
-    """An ASGI app around a handler; a class, so that Starlette calls it as it is."""
-
-    def __init__(self, handler: Handler) -> None:
-        self._handler = handler
-
-    def __call__(self, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
-        return self._handler(scope, receive, send, [(b"x-request-id", scope["request_id"])])
-
-
-class _Counted:
-    """`send` that remembers the status. Costs a stream one call a chunk: it returns send's own awaitable."""
-
-    __slots__ = ("_send", "status")
-
-    def __init__(self, send: Send) -> None:
-        self._send = send
-        self.status = 0
-
-    @property
-    def started(self) -> bool:
-        return self.status != 0
-
-    def __call__(self, message: Any) -> Awaitable[None]:
-        if not self.status:
-            self.status = message["status"]
-        return self._send(message)
-
-
-def request_id(scope: Scope) -> bytes:
-    """The client's X-Request-Id if it is printable and short, else a new one."""
-    given = header(scope, b"x-request-id")
-    return given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex.encode()
-
-
 async def _json(send: Send, value: Any, headers: Headers) -> None:
     await respond(send, 200, encode(value), [(b"content-type", b"application/json"), *headers])
-
-
-async def _unknown_path(scope: Scope, receive: Receive, send: Send) -> None:
-    raise RequestError(404, f"Unknown path {scope['path']}.", code="unknown_url")
-
-
-def _method_error(scope: Scope, error: HTTPException) -> RequestError:
-    message = f"{scope['method']} is not allowed on {scope['path']}."
-    return RequestError(error.status_code, message, code="method_not_allowed")
-
-
-def _raw(error: HTTPException) -> Headers:
-    return [(key.lower().encode(), value.encode()) for key, value in (error.headers or {}).items()]
-
-
-def _path_label(scope: Scope) -> str:
-    """The route's path; unknown paths share one label, or a scanner would fill the registry."""
-    route = scope.get("route")
-    return route.path if route is not None else "unknown"
 
 
 def _resolve(answer: asyncio.Future[RequestError | None], refusal: RequestError | None) -> None:

@@ -21,13 +21,13 @@ from flowinfer.serve.files import FileStore, StoredFile
 from flowinfer.serve.openai.decode import decode
 from flowinfer.serve.openai.fields import in_range, invalid
 from flowinfer.serve.paging import page
+from flowinfer.serve.routing import Handler
 
 MAX_UPLOAD = 200 * 2**20  # bytes, as in the OpenAI API
 _CHUNK = 2**20
 _EXPIRES = ("expires_after[anchor]", "expires_after[seconds]")  # as forms write an object
 _EXPIRY_S = (3600, 30 * 24 * 3600)  # as in the OpenAI API
 Reply = Callable[[Send, Any, Headers], Awaitable[None]]
-Handler = Callable[[Scope, Receive, Send, Headers], Awaitable[None]]
 
 
 class ExpiresAfter(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
