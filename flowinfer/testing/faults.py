@@ -154,6 +154,9 @@ class _Delay(_Running):
         return later
 
     def _put(self, edge: FusedEdge | Outbox, put: Callable[[Message], None], message: Message) -> None:
+        if getattr(message, "id", None) in self.worker.closed:  # an outbox would have been cleared of it
+            self.worker.refuse(message, "closed")
+            return
         put(message)
         if isinstance(edge, Outbox):
             edge.flush()
