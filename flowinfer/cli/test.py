@@ -28,6 +28,7 @@ def test(paths: tuple[Path, ...], url: str | None, real: bool) -> None:
     """Runs test files (*_test.yaml), or those beside a pipeline, or all in a folder (default: pipelines).
 
     Faults, mocks and cuts run in virtual time, in milliseconds; with --real in true time, over true processes.
+
     In a folder that holds test_*.py, as that of a stage, those are run by pytest, without plugins.
     Exit code 1 when a case fails.
     """
