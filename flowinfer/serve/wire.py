@@ -23,7 +23,8 @@ class TooLarge(Exception):
 class Wire(HttpToolsProtocol):
     """One connection."""
 
-    _head_bytes = 0
+    _head_bytes = 0  # of the request line and the headers that are complete
+    _raw_bytes = 0  # that came since the head began, in parts that hold nothing else
     _in_head = True
     _refused = False
     _timer: asyncio.TimerHandle | None = None
@@ -39,15 +40,16 @@ class Wire(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         if self._refused:
             return
+        began_in_head = self._in_head
         super().data_received(data)
-        if self._in_head and not self._refused:  # a header that isn't complete is told by no callback
-            self._head_bytes += len(data)
-            if self._head_bytes > MAX_HEAD:
+        if began_in_head and self._in_head and not self._refused:  # a header that isn't complete is told by no callback
+            self._raw_bytes += len(data)
+            if self._too_large:
                 self.send_400_response("")
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
-        self._in_head, self._head_bytes = True, 0
+        self._in_head, self._head_bytes, self._raw_bytes = True, 0, 0
         if self._timer is None:
             self._arm()
 
@@ -71,15 +73,20 @@ class Wire(HttpToolsProtocol):
         if self.cycle is not None and not self.cycle.response_complete:
             self.transport.close()
             return
-        self.transport.write(_refusal(too_large=self._head_bytes > MAX_HEAD))
+        self.transport.write(_refusal(too_large=self._too_large))
         if self.transport.can_write_eof():
             self.transport.write_eof()
         self._timer = self.loop.call_later(LINGER_S, self.transport.close)
 
     def _count(self, size: int) -> None:
         self._head_bytes += size
-        if self._head_bytes > MAX_HEAD:
+        if self._too_large:
             raise TooLarge
+
+    @property
+    def _too_large(self) -> bool:
+        """Raw, a head may be twice as long: each header costs four bytes beside its name and value."""
+        return self._head_bytes > MAX_HEAD or self._raw_bytes > 2 * MAX_HEAD
 
     def _arm(self) -> None:
         self._timer = self.loop.call_later(HEAD_TIMEOUT_S, self._expire)

@@ -53,6 +53,20 @@ def test_a_large_head_below_the_bound_and_a_large_body_pass(echoing: Any) -> Non
             assert client.post("/v1/chat/completions", json=ask).status_code == 200
 
 
+def test_a_head_in_many_parts_and_one_behind_a_body_are_counted_right(echoing: Any) -> None:
+    body = json.dumps({"model": "tiny", "messages": [{"role": "user", "content": "x" * 100_000}]}).encode()
+    first = b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(body)
+    long = [b"x-%d: %s\r\n" % (n, b"y" * 1000) for n in range(50)]
+    host, port = echoing.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=10) as connection:
+        connection.sendall(first + body + b"GET /health HTTP/1.1\r\nhost: x\r\n")  # sent ahead, as pipelining does
+        for part in long:
+            connection.sendall(part)
+        connection.sendall(b"connection: close\r\n\r\n")
+        answer = b"".join(iter(lambda: connection.recv(65536), b""))
+    assert answer.count(b"HTTP/1.1 200") == 2
+
+
 def test_what_is_no_http_gets_an_error_to_read(service: Any) -> None:
     assert spoken(service, b"\x16\x03\x01 hello\r\n\r\n")[0] == 400
 
