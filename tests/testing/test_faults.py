@@ -184,19 +184,16 @@ def test_a_request_that_nobody_will_ever_end_is_told_as_stuck(run: RunFile, fold
 @given(data=st.data())
 def test_whatever_fails_each_request_has_one_end_and_nothing_is_held(run: RunFile, data: st.DataObject) -> None:
     """`the run as a whole` has no problem exactly when no worker holds anything and all credit is back."""
-    edges, times = ["split -> reverse", "reverse -> join", "join -> api"], st.integers(0, 2_000)
-    kills = data.draw(
-        st.lists(st.tuples(st.sampled_from(["front", "middle.0", "middle.1", "back"]), times), max_size=3)
-    )
-    delays = data.draw(st.lists(st.tuples(st.sampled_from(edges), st.integers(1, 800), times), max_size=2))
+    times, workers = st.integers(0, 2_000), ["front", "middle.0", "middle.1", "back"]
+    kills = data.draw(st.lists(st.tuples(st.sampled_from(workers), times), max_size=3))
+    edges = st.sampled_from(["split -> reverse", "reverse -> join", "join -> api"])
+    delays = data.draw(st.lists(st.tuples(edges, st.integers(1, 800), times), max_size=2))
     faults = [f"{{kill: {worker}, at: {at}ms}}" for worker, at in kills]
     faults += [f"{{delay: {edge}, by: {by}ms, at: {at}ms}}" for edge, by, at in delays]
     starts = data.draw(st.lists(times, min_size=1, max_size=6))
     cases = [f"  - {{name: r{i}, prompt: {'x' * (1 + i)}, at: {at}ms}}" for i, at in enumerate(starts)]
-    expect = "expect: {metrics: {malformed_frames_total: 0}}"
-    done = run(
-        f"set: {{workers.middle.replicas: 2}}\ncases:\n{chr(10).join(cases)}\nfaults: [{', '.join(faults)}]\n{expect}\n"
-    )
+    lines = ["set: {workers.middle.replicas: 2}", "cases:", *cases, f"faults: [{', '.join(faults)}]"]
+    done = run("\n".join([*lines, "expect: {metrics: {malformed_frames_total: 0}}", ""]))
     assert done[WHOLE].problems == ()
     for i in range(len(starts)):
         text = done[f"r{i}"].text
