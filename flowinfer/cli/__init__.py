@@ -53,6 +53,7 @@ COMMANDS = {
     "tokens": Entry("flowinfer.cli.tokens:tokens", "Show the segments and token ids of a request."),
     "models": Entry("flowinfer.cli.models:models", "Get, list and inspect models."),
     "bench": Entry("flowinfer.cli.bench:bench", "Measure parts of the service by themselves."),
+    "doctor": Entry("flowinfer.cli.doctor:doctor", "Show devices, and what each kernel needs of them."),
     "dashboards": Entry("flowinfer.cli.dashboards:dashboards", "Build and push the Grafana dashboards."),
 }
 
