@@ -41,8 +41,8 @@ def test_the_classes_of_settings_edges_and_workers() -> None:
         "workers.decode.log_level": "live",
         "stages.route.with.buckets.short": "live",
         "workers.prefill.replicas": "warm",
-        'edges."lookup -> prefill".dispatch': "cold",
-        'edges."lookup -> prefill".lanes': "cold",
+        'edges."lookup -> prefill".dispatch': "live",
+        'edges."lookup -> prefill".lanes': "live",
         'edges."lookup -> prefill".capacity': "live",
         "serve.port": "refused",
     }
