@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 import jsonschema
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from flowinfer.engine.grammar.after import AfterToken
 from flowinfer.engine.grammar.base import Matcher
@@ -328,3 +330,33 @@ def test_a_matcher_that_may_think_first_walks_and_comes_back() -> None:
             assert matcher.advance(token)
     matcher.rollback(len(steps))
     assert matcher.advance(ord("a")) and not matcher.advance(opens)
+
+
+ODD_KEYS = ["type", "a", "enum", "const", "pattern", "minLength", "maxLength", "$ref", "items"]
+
+
+def odd(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    """Lists and objects of JSON values, some with a type as schemas have it."""
+    objects = st.dictionaries(st.sampled_from(ODD_KEYS), inner, max_size=3)
+    typed = st.builds(lambda kind, rest: {**rest, "type": kind}, st.sampled_from(["string", "object"]), objects)
+    return st.lists(inner, max_size=3) | objects | typed
+
+
+SCALARS = st.none() | st.booleans() | st.integers(-3, 9) | st.text('ab<>"{}^$(/\\\n', max_size=5)
+JSON_VALUES = st.recursive(SCALARS, odd, max_leaves=8)
+SCHEMA_KEYS = ["type", "properties", "required", "additionalProperties", "$defs", "anyOf", "x-guidance", "description"]
+
+
+@pytest.mark.parametrize("name", ["hermes", "deepseek-v4", "qwen3-coder", "harmony"])
+@settings(max_examples=40, deadline=None)
+@given(data=st.data())
+def test_odd_schemas_are_followed_or_refused(name: str, data: st.DataObject) -> None:
+    keyed = st.dictionaries(st.sampled_from(["city", "a<", "n"]), JSON_VALUES, max_size=3)
+    schema = data.draw(st.dictionaries(st.sampled_from(SCHEMA_KEYS), JSON_VALUES | keyed, max_size=4))
+    for strict in (True, False):
+        tools = [tool("f", schema, strict=strict)]
+        try:
+            grammar = bound(world(True), name, ToolChoice(required=True), tools)
+            world(True).start(grammar)
+        except RequestError as error:
+            assert (error.status, strict) == (400, True), f"{error.message}: {schema}"

@@ -122,13 +122,14 @@ def _parameters(
     """One parameter after the other, in the schema's order. Raises Unbound."""
     if missing := _AT_TOP & schema.keys():
         raise Unbound(f"{min(missing)!r} at the top of a schema can't be followed in this model's format")
-    properties = schema.get("properties")
+    properties, required = schema.get("properties"), schema.get("required") or ()
+    if not isinstance(properties, Mapping | None) or not isinstance(required, Sequence) or isinstance(required, str):
+        raise Unbound("properties must be an object, and required a list")
     if properties is None and schema.get("additionalProperties") is not False:
         return _any_parameters(lark, text)
-    required = schema.get("required") or ()
     shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
-    if unknown := set(required) - (properties or {}).keys():
-        raise Unbound(f"{min(unknown)!r} is required, but isn't among the properties")
+    if unknown := [key for key in required if not isinstance(key, str) or key not in (properties or {})]:
+        raise Unbound(f"{unknown[0]!r} is required, but isn't among the properties")
     parts = []
     for key, kind in (properties or {}).items():
         if _BAD_NAME.search(key):
@@ -182,15 +183,20 @@ def _regex(key: str, kind: Mapping[str, Any]) -> str:
         raise Unbound(f"{min(unknown)!r} of {key!r} can't be followed in this model's format")
     if "const" in kind or "enum" in kind:
         values = [kind["const"]] if "const" in kind else kind["enum"]
-        if not values or not all(isinstance(value, str) for value in values):
+        if not isinstance(values, list) or not values or not all(isinstance(value, str) for value in values):
             raise Unbound(f"the values of {key!r} must be strings, as its type says")
         return "(" + "|".join(map(escaped, values)) + ")"
     if "pattern" in kind:
         if "minLength" in kind or "maxLength" in kind:
             raise Unbound(f"{key!r} has both a pattern and a length")
-        return _searched(str(kind["pattern"]))
+        if not isinstance(kind["pattern"], str):
+            raise Unbound(f"the pattern of {key!r} must be a string")
+        return _searched(kind["pattern"])
     if "minLength" in kind or "maxLength" in kind:
-        return f"(?s:.){{{int(kind.get('minLength', 0))},{kind.get('maxLength', '')}}}"
+        least, most = kind.get("minLength", 0), kind.get("maxLength", "")
+        if not all(isinstance(size, int) and size >= 0 for size in (least, most or 0)):
+            raise Unbound(f"the lengths of {key!r} must be numbers")
+        return f"(?s:.){{{int(least)},{most}}}"
     return ANY
 
 

@@ -59,7 +59,8 @@ class Lark:
     def json(self, schema: Any) -> str:
         """A JSON value of this schema."""
         kept = schema if isinstance(schema, dict) else {"anyOf": [schema]}
-        guidance = {"whitespace_pattern": JSON_SPACE} | dict(kept.get("x-guidance") or {})
+        given = kept.get("x-guidance")
+        guidance = {"whitespace_pattern": JSON_SPACE} | (given if isinstance(given, dict) else {})
         return self.rule("%json " + json.dumps({**kept, "x-guidance": guidance}, ensure_ascii=False))
 
     def _terminal(self, body: str, without: Sequence[str]) -> str:
