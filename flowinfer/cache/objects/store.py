@@ -46,8 +46,8 @@ class ObjectStore:
     """Blocks in an object store under 16-byte names. Thread-safe; any number of services may share the store.
 
     removed(names, cause) is told of what left the store, added(names, cause) of what others put there, both of the
-    namespace `listens` alone where it is given, fault(cause) of all that went wrong; any thread may call them. No method
-    raises for what the store does.
+    namespace `listens` alone where it is given, fault(cause) of all that went wrong; any thread may call them. No
+    method raises for what the store does.
     """
 
     def __init__(
