@@ -103,7 +103,7 @@ class DeepSeekRecipe:
                 **arguments["form"],
             )
             return encoding.render_conversation(conversation)
-        except (TypeError, ValueError, RuntimeError) as error:
+        except (TypeError, ValueError, AttributeError, RuntimeError) as error:
             message = f"{self.tools}'s encoding can't tell this conversation: {error}"
             raise RequestError(400, message, code="chat_template", param="messages") from error
 

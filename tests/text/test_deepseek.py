@@ -211,3 +211,24 @@ def test_without_the_package_the_way_out_is_told(plain: TextTokenizer, monkeypat
     with pytest.raises(ModelError) as caught:
         plain.with_recipe("deepseek-v4").check_templates()
     assert "flowinfer[deepseek]" in str(caught.value.help)
+
+
+ODD: Any = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text("a<>\ud800｜\0", max_size=4),
+    lambda inner: (
+        st.lists(inner, max_size=2)
+        | st.dictionaries(st.sampled_from(["function", "name", "arguments", "parameters", "id"]), inner, max_size=3)
+    ),
+    max_leaves=6,
+)
+
+
+@settings(max_examples=120, deadline=None)
+@given(tool=st.dictionaries(st.just("function"), ODD), call=ODD, extra=ODD)
+def test_odd_tools_and_calls_are_told_or_refused(plain: TextTokenizer, tool: Any, call: Any, extra: Any) -> None:
+    messages = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a", "tool_calls": [call, extra]}]
+    tokenizer = plain.with_recipe("deepseek-v4")
+    try:
+        tokenizer.encode_segments(tokenizer.render(messages, [tool]))
+    except RequestError as error:
+        assert error.status == 400
