@@ -18,28 +18,29 @@ def run(folder: Path, text: str) -> dict[str, Outcome]:
 
 
 def test_faults_strike_true_processes_and_wrong_expectations_turn_red(folder: Path) -> None:
-    """A death with the second message, a damaged frame, and three expectations that don't hold."""
+    """A damaged frame, a death with the next message, and three expectations that don't hold."""
     done = run(
         folder,
         """
-set: {serve.request_timeout: 6s}
+set: {serve.request_timeout: 4s}
 cases:
-  - {name: damaged, prompt: abc, at: 0s, expect: {error: 504}}
-  - {name: held, prompt: abcdefghij, at: 500ms, expect: {error: 503}}
-  - {name: killed it, prompt: de, at: 1s, expect: {text: ed}}
-  - {name: after, prompt: xyz, at: 12s, expect: {text: zyx, first_token: 5s}}
-faults: [{corrupt: split -> reverse}, {kill: join, edge: reverse -> join, message: 2}]
+  - {name: damaged, prompt: abc, expect: {error: 504}}
+  - {name: held, prompt: abcdefghij, expect: {error: 503}}
+  - {name: neither, prompt: "", with: {max_tokens: 0}, expect: {text: ed, first_token: 1s}}
+faults: [{corrupt: split -> reverse}, {kill: join, edge: reverse -> join, message: 1}]
 expect:
-  ended: 1
+  ended: 0
   restarts: {back: 1, middle: 1}
   metrics: {malformed_frames_total: 1}
-  edges: {reverse -> join: {messages: 3, order: [held, killed it, after], where: num_tokens > 2}}
+  edges:
+    reverse -> join: {messages: 1, order: [held]}
+    split -> reverse: {order: [damaged, held], where: num_tokens > 3}
 """,
     )
-    assert done["damaged"].problems == done["held"].problems == done["after"].problems == ()
-    assert done["killed it"].problems[0].startswith("status 503, expected 200")
+    assert done["damaged"].problems == done["held"].problems == ()
+    assert done["neither"].problems[0].startswith("status 400, expected 200")
     assert [problem.split(" messages, as")[0] for problem in done[WHOLE].problems] == [
-        "reverse -> join: 'num_tokens > 2' doesn't hold for 1 of 3",
+        "split -> reverse: 'num_tokens > 3' doesn't hold for 1 of 2",
         "middle was started again 0 times, expected 1",
     ]
 
