@@ -82,7 +82,7 @@ class FakeContext:
     def take_over(self, request: str, *, shared: bool = False) -> bool:
         return not self.is_over(request)
 
-    def hand_on(self, request: str, to: str) -> None:
+    def hand_on(self, request: str, to: str = "") -> None:
         """Nobody keeps count."""
 
     def is_over(self, request: str) -> bool:

@@ -562,6 +562,12 @@ class Replay(Event):
     prompt: Prompt
 
 
+class KVRecall(Event):
+    """The owner is about to go: copy the blocks of these requests that you read from it, and release them."""
+
+    ids: list[str]
+
+
 class KVFetch(Event):
     """Asks the owner to push the KV of request `id` in frames, for workers that don't share its memory."""
 

@@ -214,8 +214,8 @@ class Context(Protocol):
         shared: the worker that had it does still, until that one says `hand_on`.
         """
 
-    def hand_on(self, request: str, to: str) -> None:
-        """Says that the request goes on in another worker, and in which."""
+    def hand_on(self, request: str, to: str = "") -> None:
+        """Says that the request goes on in another worker. `to`: in which, unless that one has said so itself."""
 
     def is_over(self, request: str) -> bool:
         """True once a request has had its end: what comes for it is late."""

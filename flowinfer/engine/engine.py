@@ -325,6 +325,23 @@ class Engine:
         """Blocks of this owner that are still read here, by request."""
         return {h.id: h.blocks[: h.num_leased] for h in self.held.values() if h.owner == owner and h.num_leased}
 
+    def take_home(self, id: str, history: Ids) -> bool:
+        """Copies the blocks that this sequence reads on lease into blocks of ours, and ends the lease.
+
+        history: its tokens; all but the last are computed. False, and nothing changed, where blocks run out.
+        """
+        held = self.held.get(id)
+        if held is None or held.owner is None or held.lessee is not None:
+            return False
+        blocks = self.pool.allocate(held.num_leased)
+        if blocks is None:
+            return False
+        self.copy_blocks(blocks, held.blocks[: held.num_leased])
+        self._give_back_to(held.owner, KVRelease(id=id, lessee=self.ctx.worker, commits=self.commit(held, history)))
+        held.blocks[: held.num_leased] = blocks
+        held.owner, held.num_leased, held.num_committed = None, 0, 0
+        return True
+
     def copy_blocks(self, targets: Sequence[int], sources: Sequence[int]) -> None:
         """Copies blocks of the arena, whoever owns the sources, over blocks of ours."""
         with torch.inference_mode():

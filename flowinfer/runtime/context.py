@@ -96,7 +96,7 @@ class StageContext:
     def take_over(self, request: str, *, shared: bool = False) -> bool:
         return self._group.take_over(request, shared=shared)
 
-    def hand_on(self, request: str, to: str) -> None:
+    def hand_on(self, request: str, to: str = "") -> None:
         self._group.hand_on(request, to)
 
     def is_over(self, request: str) -> bool:

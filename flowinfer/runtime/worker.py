@@ -374,7 +374,8 @@ class Worker(Group):
 
     def hand_on(self, request: str, to: str) -> None:
         super().hand_on(request, to)
-        self.emit(Moved(ids=[request], worker=to, generation=self.peers.get(to, 0)), self.front)
+        if to:
+            self.emit(Moved(ids=[request], worker=to, generation=self.peers.get(to, 0)), self.front)
 
     # -- credit --------------------------------------------------------------------------------------------------------
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from flowinfer.engine.held import KV_EVENTS, Run
 from flowinfer.errors import RequestError
-from flowinfer.message import Event, HandOffRefused, Ids, Leave, Logits, Message, Proposal, Sequence
+from flowinfer.message import Event, HandOffRefused, Ids, KVRecall, Leave, Logits, Message, Proposal, Sequence
 from flowinfer.observe import metrics
 from flowinfer.stage import Contract, ModelUse, Stage, StageConfig, setting
 from flowinfer.stages.moe_decode.policy import blocks_short, youngest
@@ -35,7 +35,7 @@ _RETRY_S = 0.005
 class MoeDecode(Stage):
     """Decodes all running sequences together; when KV blocks run out, the youngest waits and is computed again."""
 
-    listens = (*KV_EVENTS, Leave, HandOffRefused)
+    listens = (*KV_EVENTS, Leave, HandOffRefused, KVRecall)
 
     class Config(StageConfig):
         """model: name, folder, GGUF or hub id.  dtype: of weights and KV.  max_batch: sequences decoded together.
@@ -144,6 +144,9 @@ class MoeDecode(Stage):
             self.departures.mode = "" if event.mode == "stay" else event.mode
         elif isinstance(event, HandOffRefused):
             self._take_back(event.id)
+        elif isinstance(event, KVRecall):
+            for request in event.ids:
+                self._take_home(request)
         else:
             self.engine.observe(event, by=self)
         return None
@@ -280,6 +283,16 @@ class MoeDecode(Stage):
         held.history = history
         sequence.progress = self.batch.progress_of(sequence, history)
         return sequence
+
+    def _take_home(self, request: str) -> None:
+        """The worker whose blocks this sequence reads is about to go: they become ours, if there is room."""
+        held, slot = self.engine.held.get(request), self.batch.slot_of.get(request)
+        if held is None or slot is None:
+            return  # it waits or is computed again: the owner asks again
+        history = self.batch.history(slot)
+        held.num_computed = len(history) - 1
+        if self.engine.take_home(request, history):
+            self.batch.blocks[slot, : len(held.blocks)] = held.blocks
 
     def _take_back(self, request: str) -> bool:
         """A sequence that was offered goes on here; False where it isn't on offer."""

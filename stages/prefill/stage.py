@@ -15,6 +15,7 @@ from flowinfer.message import (
     Event,
     KVPin,
     KVPinned,
+    KVRecall,
     KVRelease,
     KVUnpin,
     Leave,
@@ -38,6 +39,9 @@ if TYPE_CHECKING:
 _RETRY_S = (
     0.005  # how soon a prompt that found no credit or no block asks again; a freed block isn't an event of its own
 )
+
+_RECALLED = 8  # requests whose blocks one worker is asked to copy at once: a copy of one costs it milliseconds
+_RECALL_S = 0.05
 
 
 class Prefill(Stage):
@@ -94,7 +98,9 @@ class Prefill(Stage):
         self.restoring: set[str] = set()  # requests whose blocks are being read from lower tiers
         self.ready: list[str] = []  # computed, but the worker that was to decode them died
         self.blocked = False
+        self.sent: dict[str, str] = {}  # to which worker each sequence went that isn't over
         self.leaving = False  # what isn't computed yet is another worker's
+        self.recalling = False  # whoever reads our blocks shall copy them
 
     def reconfigure(self, config: Config) -> None:
         """Fills the next step by these budgets."""
@@ -130,6 +136,7 @@ class Prefill(Stage):
             self._take_replay(event.prompt)
         if isinstance(event, Leave):
             self.leaving = event.mode == "replay"
+            self._begin_recall(event.mode != "stay")
         if isinstance(event, WorkerDown):
             self._lose_lessee(event.worker)
         self.engine.observe(event, by=self)
@@ -140,6 +147,7 @@ class Prefill(Stage):
     def cancel(self, requests: Collection[str]) -> None:
         """Forgets prompts; frees their blocks unless they are already lent."""
         for request in requests:
+            self.sent.pop(request, None)
             if request in self.waiting or request in self.prompts:
                 self._forget(request)
                 self.engine.release(request)
@@ -309,6 +317,7 @@ class Prefill(Stage):
         metrics.counter("prefix_cache_hits_tokens_total").inc(kv.cached_tokens)
         scores = self.scores.take(request)
         self._forget(request, sent=True)
+        self.sent[request] = lessee
         fields = {name: getattr(prompt, name) for name in Prompt.__struct_fields__}
         yield Sequence(**fields, kv=kv, prompt_logprobs=scores)
 
@@ -330,6 +339,28 @@ class Prefill(Stage):
             to = others[number % len(others)]
             self.ctx.hand_on(request, to)
             self.ctx.send(Replay(prompt=prompt), to=to)
+
+    def _begin_recall(self, wanted: bool) -> None:
+        begins, self.recalling = wanted and not self.recalling, wanted
+        if begins:
+            self._recall()
+
+    def _recall(self) -> None:
+        """Asks those that decode from our blocks to copy them, some at a time; what nobody reads, we are done with."""
+        if not self.recalling:
+            return
+        asked: dict[str, list[str]] = {}
+        for request, lessee in list(self.sent.items()):
+            held = self.engine.held.get(request)
+            if held is None or held.lessee is None:
+                del self.sent[request]
+                if lessee != self.ctx.worker:
+                    self.ctx.hand_on(request)
+            elif len(asked.setdefault(lessee, [])) < _RECALLED:
+                asked[lessee].append(request)
+        for lessee, requests in asked.items():
+            self.ctx.send(KVRecall(ids=requests), to=lessee)
+        self.ctx.call_at(self.ctx.clock.now() + _RECALL_S, self._recall)
 
     def _lose_lessee(self, worker: str) -> None:
         """Prompts bound for a worker that died look for another when they are computed; that death isn't theirs."""

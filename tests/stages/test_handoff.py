@@ -104,6 +104,36 @@ def test_running_sequences_go_on_elsewhere_token_for_token(
     check_clean(cluster)
 
 
+@pytest.mark.parametrize("shared", [True, False], ids=["shm", "tcp"])
+def test_a_prefill_worker_goes_while_what_it_computed_is_still_decoded(start: Any, shared: bool) -> None:
+    wanted = prompts(max_tokens=220)
+    expected = alone(start, wanted)
+    cluster: Cluster = start(shared=shared)
+    cluster.send(*wanted)
+    cluster.until(lambda: all(len(cluster.door.tokens.get(id, ())) >= 4 for id in expected))
+    cluster.add("prefill.1")
+    cluster.leave("prefill.0", "handoff")
+    cluster.until(lambda: cluster.is_empty("prefill.0"))
+    engine: Any = cluster.workers["prefill.0"].by_name["prefill"].stage
+    assert not engine.engine.held and len(cluster.door.ended) < len(expected)
+    cluster.kill("prefill.0")
+    assert cluster.finish(expected) == expected
+    assert all(isinstance(end, Finish) for end in cluster.door.ended.values())
+    check_clean(cluster)
+
+
+def test_prompts_that_wait_go_to_another_prefill_worker(start: Any, expected: dict[str, list[int]]) -> None:
+    cluster: Cluster = start()
+    cluster.send(*prompts())
+    cluster.until(lambda: bool(cluster.workers["prefill.0"].open_requests))
+    cluster.add("prefill.1")
+    cluster.leave("prefill.0", "replay")
+    cluster.until(lambda: cluster.is_empty("prefill.0"))
+    cluster.kill("prefill.0")
+    assert cluster.finish(expected) == expected
+    check_clean(cluster)
+
+
 def test_a_worker_without_room_is_asked_again_while_the_sequence_runs_on(
     start: Any, expected: dict[str, list[int]]
 ) -> None:

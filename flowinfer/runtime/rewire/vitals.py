@@ -19,7 +19,7 @@ BEFORE_S = 60.0  # the window that a change is measured against
 LEAST = 20  # observations of a latency in each window, below which chance speaks
 LEAST_ERRORS = 3
 FLOOR_S = 0.1  # a median that rose by less is no breach, however small it was
-SHORT_S = 10.0  # a window as long must break twice the limit, a shorter one more: other load comes in bursts of seconds
+SHORT_S = 10.0  # a window as long must break twice the limit, a shorter one more: load comes in bursts of seconds
 HARMLESS = ("rewired", "cancelled")  # failures that a change brings by itself, by their code
 _PREFIX = "flowinfer:"
 
@@ -90,9 +90,9 @@ def read(samples: Iterable[Sample], at: float) -> Reading:
 
 
 class Limits(NamedTuple):
-    """errors: by how much the share of failed requests may rise.  latency: by which factor a median may, in the long run.
+    """errors: by how much the share of failed requests may rise.  latency: by which factor a median may.
 
-    The shorter the window, the more it takes: at SHORT_S, twice the factor.
+    The shorter the window, the more it takes: at SHORT_S, twice that factor.
     """
 
     errors: float = 0.05
