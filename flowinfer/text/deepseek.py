@@ -67,7 +67,7 @@ class DeepSeekRecipe:
         """Raises ModelError for a vocabulary that lacks one of the format's special tokens."""
         call = {"id": "a", "function": {"name": "clock", "arguments": "{}"}}
         tool = {"type": "function", "function": {"name": "clock", "parameters": {}}}
-        messages = [
+        messages: list[dict[str, Any]] = [
             {"role": "system", "content": "Be brief."},
             {"role": "user", "content": "What time is it?"},
             {"role": "assistant", "content": "", "tool_calls": [call]},

@@ -75,11 +75,9 @@ class TaggedCall:
         return True
 
     def _in_attributes(self, delta: Delta) -> bool:
-        attributes: str | None = ""
-        if self._syntax.value_open:
-            attributes = self._up_to(self._syntax.value_open)
-            if attributes is None:
-                return False
+        attributes = self._up_to(self._syntax.value_open) if self._syntax.value_open else ""
+        if attributes is None:
+            return False
         delta.add_arguments((", " if self._num_keys else "") + json.dumps(self._key, ensure_ascii=False) + ": ")
         self._num_keys += 1
         self._emit, self._state, self._fresh, self._value = self._way(attributes), self._in_value, True, []
