@@ -40,9 +40,10 @@ class Handover:
     def release_arenas(self) -> None:
         """The keeper lets go of the KV memory as well."""
         fds, keeper = arena_fds(self._supervisor.arenas), self._supervisor.keeper
-        for name, fd in list(keeper.fds.items()) if keeper is not None else ():
-            if fd in fds:
-                keeper.release(name)
+        if keeper is None:
+            return
+        for name in [name for name, fd in keeper.fds.items() if fd in fds]:
+            keeper.release(name)
 
     def listen(self) -> None:
         """Hears the keeper from now on."""

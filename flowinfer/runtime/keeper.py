@@ -54,7 +54,7 @@ def _adopts_orphans() -> bool:
         os.close(os.pidfd_open(os.getpid()))
     except OSError:  # before Linux 5.3
         return False
-    return ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) == 0
+    return bool(ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) == 0)
 
 
 class _Keeper:
@@ -141,11 +141,12 @@ class _Keeper:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(supervisor, signal.SIGKILL)
             patience = None if stop_by == math.inf else max(0.1, stop_by - time.monotonic())
-            ready, _, _ = select.select([self._wake_read, *([self._socket] if reading else [])], [], [], patience)
+            link = self._socket.fileno()
+            ready, _, _ = select.select([self._wake_read, *([link] if reading else [])], [], [], patience)
             if self._wake_read in ready:
                 self._drain_wake()
                 self._tell(supervisor)
-            if self._socket in ready:
+            if link in ready:
                 reading = self._take()
             code = self._reap(supervisor)
             if code is not None:
