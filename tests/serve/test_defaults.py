@@ -81,9 +81,7 @@ def test_the_file_overrides_the_model_value_by_value(tmp_path: Path, monkeypatch
     assert sampling("chat", defaults).temperature == 0.6
 
 
-def test_what_a_model_says_out_of_range_is_left_out(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_what_a_model_says_out_of_range_is_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     words = {"temperature": 9, "top_p": True, "min_p": "x", "repetition_penalty": 1.1, "eos_token_id": 2}
     (tmp_path / "generation_config.json").write_text(json.dumps(words))
     with caplog.at_level(logging.WARNING):
