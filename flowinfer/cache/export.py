@@ -41,7 +41,7 @@ def blocks_of(source: Path) -> Iterator[tuple[Exported, memoryview]]:
                 block = msgspec.json.decode(_bytes(tar, head), type=Exported)
                 yield block, memoryview(bytearray(_bytes(tar, body)))
     except (tarfile.TarError, msgspec.DecodeError, OSError) as error:
-        raise FlowInferError(f"{source} isn't an export of a cache: {error}.") from error
+        raise FlowInferError(f"{source} isn't an export of a cache: {str(error).splitlines()[0]}.") from error
 
 
 def _add(tar: tarfile.TarFile, name: str, data: bytes) -> None:

@@ -126,7 +126,7 @@ def rm(path: str | None, cls: str | None, tenant: str | None, damaged: bool, eve
 @cache.command()
 @_where
 @click.pass_context
-def verify(ctx: click.Context, path: str | None, **store: Any) -> None:
+def verify(ctx: click.Context, /, path: str | None, **store: Any) -> None:
     """Read every block and check it. Exit code 1 where one is damaged."""
     damaged = 0
     for where, cause in _damaged(path, **store):

@@ -102,7 +102,8 @@ class _Lane:
         with torch.cuda.stream(stream):
             for place, block in enumerate(blocks):
                 self._halves[side][place].copy_(self._kv[block], non_blocking=True)
-            return stream.record_event()
+            copied: torch.cuda.Event = stream.record_event()
+            return copied
 
     def _memory(self, side: int, count: int) -> list[memoryview]:
         return [_bytes(self._halves[side][place]) for place in range(count)]

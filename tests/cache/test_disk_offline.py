@@ -86,3 +86,9 @@ def test_an_export_is_taken_in_elsewhere(folder: Path, tmp_path: Path) -> None:
 def test_a_folder_without_a_cache_is_told(tmp_path: Path) -> None:
     result = run("stats", "--path", tmp_path)
     assert result.exit_code == 1 and "there is no disk cache" in result.output
+
+
+def test_what_is_no_export_is_told_and_changes_nothing(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "junk").write_text("junk")
+    result = run("import", "--path", folder, tmp_path / "junk")
+    assert result.exit_code == 1 and "isn't an export" in result.output and there(folder) == list(range(6))

@@ -106,16 +106,16 @@ def test_no_nonce_comes_twice() -> None:
 def test_what_is_copied_forward_and_an_index_made_anew_stay_readable(tmp_path: Path) -> None:
     store = opened(tmp_path, size=4 * MIB, segment=MIB)
     put(store, 0)
-    for start in range(1, 800, 50):
+    for start in range(1, 500, 100):
         assert held(store, 0) == [0]
         store.sweep()
-        put(store, *range(start, start + 50))
-        held(store, *range(start, start + 50))
-    assert store.counts["copied_forward"] > 0 and held(store, 0, 799) == [0, 799]
+        put(store, *range(start, start + 100))
+        held(store, *range(start, start + 100))
+    assert store.counts["copied_forward"] > 0 and held(store, 0, 500) == [0, 500]
     store.close()
     (tmp_path / "index.sqlite").unlink()
     store = opened(tmp_path, size=4 * MIB, segment=MIB)
-    assert held(store, 0, 799) == [0, 799]
+    assert held(store, 0, 500) == [0, 500]
     store.close()
 
 

@@ -64,7 +64,7 @@ def record_size(length: int) -> int:
     return PAGE + padded(length)
 
 
-def checksum(payload: Buffer) -> int:
+def checksum(payload: Buffer | bytes) -> int:
     """xxh3 of a payload."""
     import xxhash  # here: an engine that is only measured has no disk, and no need of it
 
@@ -79,9 +79,10 @@ def read_record(page: Buffer, segment_key: bytes) -> Record | None:
     magic, version, key, name, *fields = _RECORD.unpack(packed)
     if (magic, version, key) != (RECORD_MAGIC, VERSION, segment_key):
         return None
-    words, (written, expiry, keep, offset, length, total, key_id, nonce) = map(_text, fields[:3]), fields[3:]
+    namespace, cls, tenant = (_text(word) for word in fields[:3])
+    written, expiry, keep, offset, length, total, key_id, nonce = fields[3:]
     seal = Seal(key_id, nonce) if (key_id, nonce) != NOT_SEALED else None
-    return Record(name, *words, written, expiry, offset, length, total, keep, seal)
+    return Record(name, namespace, cls, tenant, written, expiry, offset, length, total, keep, seal)
 
 
 def pack_segment(page: Buffer, key: bytes, id: int, size: int, cls: str) -> None:

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 from flowinfer.cache.tiers import Write
 
@@ -107,11 +108,11 @@ class Reused:
         goes_on = num > 0 and counts[num - 1] <= FEW
         return (len(names), True) if goes_on else (num, False)
 
-    def _meet(self, names: Sequence[bytes]) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
+    def _meet(self, names: Sequence[bytes]) -> NDArray[np.uint8]:
         """Counts these blocks once more; returns how often each was met, at most."""
         words = np.frombuffer(b"".join(names), "<u4").reshape(len(names), ROWS)
         at = words.T % self._counts.shape[1]
-        met = self._counts[self._rows, at].min(0)
+        met: NDArray[np.uint8] = self._counts[self._rows, at].min(0)
         met += met < 255
         np.maximum.at(self._counts, (np.broadcast_to(self._rows, at.shape), at), met)
         self._left -= len(names)
