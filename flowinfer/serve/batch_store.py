@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -55,7 +56,7 @@ class BatchStore:
         rows = self._state.query("SELECT card FROM batches WHERE tenant = ? ORDER BY number DESC", tenant)
         return [msgspec.json.decode(card) for (card,) in rows]
 
-    def unfinished(self) -> list[Batch]:
+    def unfinished(self) -> Sequence[Batch]:
         """Those that are still to be worked on."""
         rows = self._state.query("SELECT tenant, card FROM batches WHERE open ORDER BY number")
         return [Batch(tenant, msgspec.json.decode(card)) for tenant, card in rows]

@@ -83,15 +83,14 @@ class State:
             os.close(self._lock)
 
     def _open(self, path: str) -> sqlite3.Connection:
-        options: dict[str, Any] = {"check_same_thread": False, "isolation_level": None, "cached_statements": 64}
         if not path:
-            return sqlite3.connect(":memory:", **options)
+            return _connect(":memory:")
         folder = Path(path).expanduser()
         self._folder = folder / "files"
         self._folder.mkdir(parents=True, exist_ok=True)
         folder.chmod(0o700)  # conversations of others lie here
         self._lock = _locked(folder)
-        db = sqlite3.connect(folder / "state.sqlite", **options)
+        db = _connect(folder / "state.sqlite")
         db.execute("PRAGMA journal_mode = WAL")
         db.execute("PRAGMA synchronous = NORMAL")
         return db
@@ -102,6 +101,11 @@ class State:
             text = f"serve.state.path: its tables are of version {found}, this release reads {VERSION}."
             raise FlowInferError(text, help="Name another folder, or remove this one: what is kept there is lost.")
         self._db.execute(f"PRAGMA user_version = {VERSION}")
+
+
+def _connect(database: str | Path) -> sqlite3.Connection:
+    """Opened in the worker's thread and used in that of HTTP; each statement is a transaction."""
+    return sqlite3.connect(database, check_same_thread=False, isolation_level=None)
 
 
 def _locked(folder: Path) -> int:

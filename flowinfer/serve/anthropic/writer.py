@@ -79,7 +79,7 @@ class MessageWriter:
     def _begin(self, piece: Piece) -> bytes:
         self._opened = opened_of(piece)
         usage = self._prompt_usage(self._opened.prompt_tokens, self._opened.cached_tokens) | {"output_tokens": 0}
-        message = {"content": [], "stop_reason": None, "stop_sequence": None, "usage": usage}
+        message: dict[str, Any] = {"content": [], "stop_reason": None, "stop_sequence": None, "usage": usage}
         return _event("message_start", {"message": self._head | message}) + PING
 
     def _usage(self, finish: Finish) -> dict[str, int]:

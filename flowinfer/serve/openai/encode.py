@@ -77,12 +77,14 @@ def completion_logprobs(entries: Sequence[TextLogprob], offset: int) -> dict[str
 
 def prompt_logprobs(tokens: Sequence[PromptToken]) -> list[Any]:
     """`prompt_logprobs` as vLLM's clients read them: null for the first token, then {id: {logprob, rank, text}}."""
-    return [None if token.logprob is None else _ranked(token) for token in tokens]
+    return [None if token.logprob is None else _ranked(token, token.logprob) for token in tokens]
 
 
-def _ranked(token: PromptToken) -> dict[str, dict[str, Any]]:
-    best = {id: (rank, text, logprob) for rank, (id, text, logprob) in enumerate(token.top, 1)}
-    found = {token.token: best.pop(token.token, (None, token.text, token.logprob)), **best}
+def _ranked(token: PromptToken, logprob: float) -> dict[str, dict[str, Any]]:
+    best: dict[int, tuple[int | None, str, float]] = {
+        id: (rank, text, value) for rank, (id, text, value) in enumerate(token.top, 1)
+    }
+    found = {token.token: best.pop(token.token, (None, token.text, logprob)), **best}
     return {
         str(id): {"logprob": max(logprob, LEAST), "rank": rank, "decoded_token": text}
         for id, (rank, text, logprob) in found.items()

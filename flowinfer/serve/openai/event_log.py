@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, MutableMapping
+from collections.abc import AsyncGenerator, MutableMapping
 from typing import Any
 
 
@@ -39,7 +39,7 @@ class EventLog:
     def __len__(self) -> int:
         return len(self._events)
 
-    async def read(self, after: int, keepalive_s: float) -> AsyncIterator[bytes]:
+    async def read(self, after: int, keepalive_s: float) -> AsyncGenerator[bytes, None]:
         """Events behind number `after`; b"" where there was none for keepalive_s."""
         at = after + 1
         while True:

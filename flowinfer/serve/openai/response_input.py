@@ -52,7 +52,7 @@ def _item(item: dict[str, Any]) -> dict[str, Any]:
         whole["summary"] = []
     whole |= {key: value for key, value in item.items() if value is not None}
     if kind == "message" and isinstance(whole["content"], str):
-        said = {"type": "input_text", "text": whole["content"]}
+        said: dict[str, Any] = {"type": "input_text", "text": whole["content"]}
         if whole["role"] == "assistant":
             said |= {"type": "output_text", "annotations": [], "logprobs": []}
         whole["content"] = [said]
