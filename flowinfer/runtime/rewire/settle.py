@@ -59,7 +59,9 @@ class Settling:
         )
 
     def _finish_s(self) -> float:
-        return self.supervisor.plan.serve.drain_timeout_s
+        """Of a finish that names no time. Stages replaced inside their worker may wait: nothing else could help them."""
+        serve = self.supervisor.plan.serve
+        return serve.drain_timeout_s if self.leaving else serve.request_timeout_s
 
     def _describe(self, phase: Phase) -> str:
         if phase.mode == "abort":
