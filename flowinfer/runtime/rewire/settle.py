@@ -59,7 +59,7 @@ class Settling:
         )
 
     def _finish_s(self) -> float:
-        """Of a finish that names no time. Stages replaced inside their worker may wait: nothing else could help them."""
+        """Of a finish that names no time. Stages replaced inside their worker may wait: nothing else can help them."""
         serve = self.supervisor.plan.serve
         return serve.drain_timeout_s if self.leaving else serve.request_timeout_s
 
