@@ -101,7 +101,8 @@ class _Joint:
         for graph in (self.graph, self.twin.graph):
             root = filled_root(graph)
             texts.append(to_yaml(root.with_map({k: v for k, v in root.map.items() if k != "experiment"})).splitlines())
-        return "\n".join(difflib.unified_diff(*texts, "A", "B", n=1, lineterm=""))
+        of_a, of_b = texts
+        return "\n".join(difflib.unified_diff(of_a, of_b, "A", "B", n=1, lineterm=""))
 
     # -- stages --------------------------------------------------------------------------------------------------------
 

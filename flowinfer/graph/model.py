@@ -72,7 +72,7 @@ class Graph:
     workers: dict[str, Worker] = field(default_factory=dict)
 
     def problem(
-        self, code: str, message: str, mark: Mark, help: str = "", notes: Iterable[tuple[Mark | None, str]] = ()
+        self, code: str, message: str, mark: Mark | None, help: str = "", notes: Iterable[tuple[Mark | None, str]] = ()
     ) -> None:
         """Adds one mistake."""
         self.problems.append(Problem(code, message, mark, help, tuple(notes)))

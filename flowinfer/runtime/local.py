@@ -201,7 +201,8 @@ class LocalService:
 
         def act() -> None:
             try:
-                done.set_result(self._change(plan))
+                self._change(plan)
+                done.set_result(None)
             except Exception as error:
                 done.set_exception(error)
 

@@ -69,11 +69,11 @@ def load(
     document = loader.document(raw, str(path), allow_local)
     if document.sections.experiment is None or loader.unreadable:
         return document
-    over = loader.arm(raw)
-    if over is None:
+    laid_over = loader.arm(raw)
+    if laid_over is None:
         return replace(document, problems=tuple(loader.problems))
-    arm = merge(_without_experiment(raw), over, loader.problems)
-    return replace(document, arm=loader.document(arm, str(path), allow_local))
+    merged = merge(_without_experiment(raw), laid_over, loader.problems)
+    return replace(document, arm=loader.document(merged, str(path), allow_local))
 
 
 class _Loader:

@@ -15,7 +15,7 @@ from decode_loop import Service
 
 from flowinfer.engine import hub
 from flowinfer.fakes import FakeContext
-from flowinfer.message import Call, Opening, Piece, Prompt, Sampling, ToolChoice, Tokens
+from flowinfer.message import Call, Opening, Piece, Prompt, Sampling, Tokens, ToolChoice
 from flowinfer.stages.detokenize.stage import Detokenize
 from flowinfer.stages.recipe_tokenize.stage import RecipeTokenize
 from flowinfer.text.tokenizer import TextTokenizer, load_tokenizer
@@ -24,7 +24,10 @@ pytest.importorskip("deepseek_recipe")
 NAME = "flowinfer-mini"
 SCHEMA = {
     "type": "object",
-    "properties": {"city": {"enum": ["Paris", "Rome"], "type": "string"}, "days": {"type": "integer", "minimum": 1, "maximum": 9}},
+    "properties": {
+        "city": {"enum": ["Paris", "Rome"], "type": "string"},
+        "days": {"type": "integer", "minimum": 1, "maximum": 9},
+    },
     "required": ["city", "days"],
     "additionalProperties": False,
 }

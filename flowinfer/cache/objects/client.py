@@ -80,7 +80,7 @@ class Client:
     def get(self, key: str) -> memoryview:
         """All bytes of an object. Raises FileNotFoundError where there is none."""
         with self._errors():
-            return memoryview(self._obstore.get(self._store, key).bytes())  # type: ignore[arg-type]
+            return memoryview(self._obstore.get(self._store, key).bytes())
 
     def delete(self, keys: Sequence[str]) -> None:
         """Deletes objects; one that is gone already is no error."""
