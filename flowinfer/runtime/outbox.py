@@ -305,7 +305,10 @@ class Outbox:
         return list(consumer.sent)
 
     def reserve(self, request: str, amount: int) -> str | None:
-        """Name of the instance whose credit was taken for request, None when none has enough."""
+        """Name of the instance whose credit was taken for request, None when none has enough.
+
+        A request that needs more than any whole share goes alone, beyond its credit: else it would wait for ever.
+        """
         held = self._reserved.get(request)
         if held is not None and held.instance:
             return held.instance
@@ -322,7 +325,10 @@ class Outbox:
             self._return(reservation)
 
     def _take(self, lane: str, amount: int) -> str:
-        able = [c for c in self.consumers.values() if c.is_open and c.takes(lane, amount)]
+        others = [c for c in self.consumers.values() if c.is_open]
+        able = [c for c in others if c.takes(lane, amount)]
+        if not able and all(c.credit.get(lane, 0) + c.outstanding < amount for c in others):
+            able = [c for c in others if c.takes(lane, 1) and not c.outstanding]
         if not able:
             return ""
         consumer = max(able, key=lambda c: (c.credit[lane], -c.outstanding))

@@ -121,6 +121,21 @@ def test_a_reservation_binds_its_message_to_the_consumer_and_is_its_price() -> N
     assert outbox.consumers["b.1"].credit[""] == 3
 
 
+def test_what_no_share_is_large_enough_for_goes_alone() -> None:
+    wire = Wire()
+    outbox = outbox_to(wire, {"b.0": 5, "b.1": 4})
+    assert outbox.reserve("small", 1) == "b.0" and outbox.reserve("other", 1) in ("b.0", "b.1")
+    assert outbox.reserve("large", 7) is None
+    outbox.unreserve("small")
+    outbox.unreserve("other")
+    assert outbox.reserve("large", 7) == "b.0"
+    put(outbox, prompt("large"))
+    assert outbox.consumers["b.0"].credit[""] == -2
+    assert outbox.reserve("next", 5) is None
+    outbox.credit("b.0", 1, "", 7, ["large"])
+    assert outbox.consumers["b.0"].credit[""] == 5
+
+
 def test_unreserve_gives_the_credit_back() -> None:
     outbox = outbox_to(Wire(), {"b.0": 7})
     outbox.reserve("r0", 7)
@@ -131,14 +146,14 @@ def test_unreserve_gives_the_credit_back() -> None:
 
 def test_a_reservation_of_a_dead_consumer_finds_another() -> None:
     wire = Wire()
-    outbox = outbox_to(wire, {"b.0": 9, "b.1": 1})
-    assert outbox.reserve("r0", 5) == "b.0"
+    outbox = outbox_to(wire, {"b.0": 9, "b.1": 6})
+    assert outbox.reserve("r0", 5) == "b.0" and outbox.reserve("r1", 5) == "b.1"
     outbox.drop("b.0", 1)
     put(outbox, prompt("r0"))
     assert wire.sent == [] and outbox.waiting == 1
-    outbox.credit("b.1", 1, "", 4, ())
+    outbox.unreserve("r1")
     outbox.flush()
-    assert wire.sent == [("b.1", "", "r0", 5)] and outbox.consumers["b.1"].credit[""] == 0
+    assert wire.sent == [("b.1", "", "r0", 5)] and outbox.consumers["b.1"].credit[""] == 1
 
 
 def test_the_death_of_a_consumer_names_the_requests_on_their_way() -> None:
