@@ -1,6 +1,6 @@
 """Launch parameters that a search found, by card and shape: a JSON file beside each kernel that has any.
 
-tests/bench/bench_kernels.py --write finds and stores them; a card that isn't in the file gets the kernel's own defaults.
+tests/bench/bench_kernels.py --write finds and stores them; a card that isn't there gets the kernel's own defaults.
 """
 
 from __future__ import annotations
@@ -41,10 +41,14 @@ def write(op: str, name: str, shapes: dict[str, Any]) -> None:
     file = file_of(op)
     cards = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
     cards[name] = cards.get(name, {}) | shapes
-    lines = [f"  {json.dumps(key)}: {{\n" + ",\n".join(f"    {json.dumps(k)}: {json.dumps(v)}" for k, v in value.items())
-             + "\n  }" for key, value in cards.items()]  # fmt: skip
-    file.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
+    file.write_text("{\n" + ",\n".join(_card(*item) for item in cards.items()) + "\n}\n", encoding="utf-8")
     read.cache_clear()
+
+
+def _card(name: str, shapes: dict[str, Any]) -> str:
+    """A card's part of the file, a shape a line."""
+    lines = [f"    {json.dumps(shape)}: {json.dumps(steps)}" for shape, steps in shapes.items()]
+    return f"  {json.dumps(name)}: {{\n" + ",\n".join(lines) + "\n  }"
 
 
 def nearest(steps: Sequence[tuple[float, Tiles]], load: float) -> Tiles:

@@ -139,11 +139,11 @@ class _Bench:
         bar = bars.DECODE_MS.get(self.known, {}).get(batch)
         bar = bar if context == bars.CONTEXT.get(batch, bars.DEFAULT_CONTEXT) else None
         limit = roofline(ops, self.rates)
-        gaps = np.diff(times)
+        spread = float(np.diff(np.quantile(np.diff(times), (0.1, 0.9)))[0])
         return Cell(
             name=f"decode, {batch} x {context}", value=seconds * 1e3, unit="ms", bar=bar,
             ratio=bar / (seconds * 1e3) if bar else None, roofline=limit * 1e3, share=limit / seconds,
-            host_ms=host * 1e3, start_ms=started / max(1, len(arrivals)) * 1e3, spread_ms=float(np.quantile(gaps, 0.9) - np.quantile(gaps, 0.1)) * 1e3,
+            host_ms=host * 1e3, start_ms=started / max(1, len(arrivals)) * 1e3, spread_ms=spread * 1e3,
             experts_touched=touched, kernels=kernels.found if kernels else [],
         )  # fmt: skip
 

@@ -26,7 +26,7 @@ def median_s(run: Callable[[], object], device: torch.device, *, repeats: int = 
     """Median seconds of a call, after three that don't count."""
     for _ in range(3):
         run()
-    times = []
+    times: list[float] = []
     for _ in range(repeats):
         if device.type == "cuda":
             start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
@@ -34,7 +34,7 @@ def median_s(run: Callable[[], object], device: torch.device, *, repeats: int = 
             run()
             end.record()
             end.synchronize()
-            times.append(start.elapsed_time(end) / 1e3)
+            times.append(float(start.elapsed_time(end)) / 1e3)
         else:
             began = time.perf_counter()
             run()

@@ -47,7 +47,7 @@ def decode_ops(
     width: bytes of a number.
     """
     pairs = batch * context
-    return _layers(config, batch, pairs, pairs, touched, width) + [_linear("head", batch, _head(config), width)]
+    return [*_layers(config, batch, pairs, pairs, touched, width), _linear("head", batch, _head(config), width)]
 
 
 def prefill_ops(config: ModelConfig, prompts: int, tokens: int, *, width: int = 2) -> list[Op]:

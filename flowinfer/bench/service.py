@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from flowinfer.engine.engine import Engine
 from flowinfer.engine.layout import KVLayout
 from flowinfer.errors import FlowInferError
 from flowinfer.graph.plan import EdgePlan, Plan, StagePlan, WorkerPlan
@@ -53,7 +54,7 @@ class Client(Stage):
         self.arrivals: list[Arrival] = []
         self.ended: set[str] = set()
         self.failed = ""
-        self.waited_s = lambda: 0.0
+        self.waited_s: Callable[[], float] = lambda: 0.0
 
     @property
     def busy(self) -> bool:
@@ -118,15 +119,16 @@ class EngineService:
         gc.collect()
         gc.freeze()  # as a worker does: a collection over all that torch loaded takes longer than a step
         self.client: Client = self.group.by_name["api"].stage  # type: ignore[assignment]
-        self.decode: Any = self.group.by_name["decode"].stage
-        self.engine = self.decode.engine
+        decode: Any = self.group.by_name["decode"].stage
+        self.decode = decode
+        self.engine: Engine = decode.engine
         self.client.waited_s = lambda: self.waited_s
 
     @property
     def waited_s(self) -> float:
         """Seconds that the loop has spent waiting for the device, or computing in its place, so far."""
         overlap = self.decode.overlap
-        return (overlap.waited_s if overlap is not None else 0.0) + self.engine.busy_s
+        return self.engine.busy_s + (float(overlap.waited_s) if overlap is not None else 0.0)
 
     def answer(
         self,

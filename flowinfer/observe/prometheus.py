@@ -1,4 +1,4 @@
-"""prometheus_client's classes, or stand-ins that count nothing: the engine can be measured where that isn't installed."""
+"""prometheus_client's classes, or, where it isn't installed, stand-ins that count nothing."""
 
 from __future__ import annotations
 

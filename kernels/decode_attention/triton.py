@@ -31,7 +31,6 @@ def launch(qkv, kv, layer, heads, batch, rope, qk_norm, eps, scratch, window, si
         N=n, K=k, D=d, PAGE=page, BG=max(16, triton.next_power_of_2(n // k)), BD=max(16, triton.next_power_of_2(d)),
         NORM=qk_norm is not None, SINKS=sinks is not None, WINDOW=window, SPLIT=splits > 1,
         BS=block_s, BC=max(1, min(triton.next_power_of_2(n // k), _MERGED // (block_s * triton.next_power_of_2(d)))),
-       
         num_warps=warps, num_stages=stages,
     )  # fmt: skip
 

@@ -74,7 +74,7 @@ def gather_gated(
 
 
 def weighted(h_PI: Tensor, down_EHI: Tensor, routing: Routing) -> Tensor:
-    """[P, H]: down_e h of each pair times its weight. A token's `top` rows follow each other; their sum is its output."""
+    """[P, H]: down_e h of each pair times its weight. A token's output is the sum of its `top` rows."""
     from flowinfer.kernels.experts.triton import launch_down
 
     y = h_PI.new_empty(h_PI.shape[0], down_EHI.shape[1])

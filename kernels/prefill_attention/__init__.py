@@ -62,8 +62,8 @@ def plan_tiles(
     order = np.argsort(-(kv_lens[sequence] - counts[sequence] + within * each), kind="stable")
     tiles = np.stack((sequence, within * each), 1)[order].astype(np.int32)
     arrays = (tiles, query_starts, kv_lens, block_tables)
-    sent = (torch.from_numpy(np.ascontiguousarray(a, np.int32)).to(device, non_blocking=True) for a in arrays)
-    return Tiling(*sent, tokens=each)
+    sent = [torch.from_numpy(np.ascontiguousarray(a, np.int32)).to(device, non_blocking=True) for a in arrays]
+    return Tiling(sent[0], sent[1], sent[2], sent[3], tokens=each)
 
 
 def prefill_attention(

@@ -21,6 +21,8 @@ from flowinfer.stages.moe_decode.policy import blocks_short, youngest
 from flowinfer.units import Duration, TokenCount
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from flowinfer.engine.batch import Batch
     from flowinfer.engine.engine import Engine
     from flowinfer.engine.grammar import GrammarEngine
@@ -424,7 +426,7 @@ class MoeDecode(Stage):
         return slots.size + new.size > 0 and self.overlap.fits(slots) and self.overlap.fits(new)
 
     def _step_ahead(self, overlap: Overlap, slots: Ids) -> Logits | None:
-        """Starts steps until two are in flight, then looks at the older one. Starts none once somebody needs the host."""
+        """Starts steps until two are in flight, then looks at the older one. None once somebody needs the host."""
         while len(overlap.flights) < AHEAD:
             slots = np.concatenate([overlap.continuing() if overlap else slots, np.array(self._joined(), np.int32)])
             if not overlap.fits(slots):
@@ -447,6 +449,7 @@ class MoeDecode(Stage):
             self.overlap.graphs.forget(slots)
         kv_lens = (batch.num_tokens[slots] + counts - 1).astype(np.int32)
         width = -(-int(kv_lens.max()) // batch.block_tokens)
+        logits: Tensor | None
         if self.overlap is not None and len(tokens) == len(slots):
             logits = self.overlap.graphs.logits(slots)
         else:

@@ -210,10 +210,10 @@ class SpecVerify(Stage):
         drafts = self.guesses[slots]
         num_drafts = np.diff(step.starts) - 1
         positions = batch.num_tokens[slots]
-        tokens = step.chosen
-        if tokens is None:
-            tokens = self.sampler.choose(step.logits, slots, step.starts, positions, drafts)
-        chosen = pad_rows(tokens, step.starts)
+        if step.chosen is not None:
+            chosen = pad_rows(step.chosen.astype(np.int64), step.starts)
+        else:
+            chosen = pad_rows(self.sampler.choose(step.logits, slots, step.starts, positions, drafts), step.starts)
         accepted = count_matches(chosen, drafts, num_drafts) if num_drafts.any() else np.zeros(slots.size, np.int32)
         known = self._finite(slots, chosen, accepted, known)
         firsts = step.starts[:-1]

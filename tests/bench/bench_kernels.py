@@ -4,7 +4,7 @@ Run: python tests/bench/bench_kernels.py [--only linear,attention,...] [--json F
 processes first; then each is timed as a CUDA graph of calls over weights that together exceed the L2 cache.
 """
 
-# ruff: noqa: B023 -- the closures are called before their loop goes on
+# ruff: noqa: B023, E501, F821 -- the closures are called before their loop goes on
 from __future__ import annotations
 
 import argparse

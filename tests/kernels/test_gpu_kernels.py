@@ -5,6 +5,7 @@ With FLOWINFER_TEST_DEVICE=cuda:0 the same tests run compiled on a card.
 
 from __future__ import annotations
 
+import itertools
 import os
 
 import numpy as np
@@ -108,6 +109,13 @@ def test_norm_and_activation(width: int, dtype: torch.dtype) -> None:
 
 
 SHAPES = [Heads(6, 2, 12), Heads(4, 4, 16), Heads(8, 1, 64), Heads(9, 3, 64)]
+
+
+def cases(*quick: tuple[object, ...], every: list[tuple[object, ...]]) -> list[object]:
+    """All cases; those that aren't quick run on demand, and on a card: in the interpreter each takes seconds."""
+    return [case if case in quick else pytest.param(*case, marks=pytest.mark.slow) for case in every]
+
+
 PAGE = 16
 
 
@@ -144,9 +152,14 @@ def close_arenas(kv: Tensor, other: Tensor, dtype: torch.dtype) -> None:
     near(kv.cpu()[written_], other.cpu()[written_], dtype)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("heads", SHAPES)
-@pytest.mark.parametrize("normed", [False, True])
+@pytest.mark.parametrize(
+    ("heads", "normed", "dtype"),
+    cases(
+        (SHAPES[0], False, torch.float32),
+        (SHAPES[2], True, torch.bfloat16),
+        every=list(itertools.product(SHAPES, (False, True), DTYPES)),
+    ),
+)
 def test_decode_attention(heads: Heads, normed: bool, dtype: torch.dtype) -> None:
     n, k, d = heads
     lengths = [0, 1, 15, 16, 17, 70]
@@ -173,8 +186,10 @@ def test_decode_attention(heads: Heads, normed: bool, dtype: torch.dtype) -> Non
         close_arenas(kv, other, dtype)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("heads", SHAPES)
+@pytest.mark.parametrize(
+    ("heads", "dtype"),
+    cases((SHAPES[0], torch.bfloat16), (SHAPES[1], torch.float32), every=list(itertools.product(SHAPES, DTYPES))),
+)
 def test_rope_then_prefill_attention(heads: Heads, dtype: torch.dtype) -> None:
     n, k, d = heads
     before, counts = [0, 5, 40, 16], [1, 60, 3, 17]
@@ -206,7 +221,15 @@ def test_rope_then_prefill_attention(heads: Heads, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("tokens", "num", "top"), [(1, 6, 3), (5, 4, 2), (33, 8, 8), (40, 5, 1)])
+@pytest.mark.parametrize(
+    ("tokens", "num", "top"),
+    [
+        (1, 6, 3),
+        (5, 4, 2),
+        pytest.param(33, 8, 8, marks=pytest.mark.slow),
+        pytest.param(40, 5, 1, marks=pytest.mark.slow),
+    ],
+)
 def test_experts(tokens: int, num: int, top: int, dtype: torch.dtype) -> None:
     hidden, width = 48, 24
     x, logits = random(tokens, hidden, dtype=dtype), random(tokens, num, dtype=dtype)

@@ -20,7 +20,7 @@ from torch import Tensor
 from flowinfer.engine.models.config import ModelConfig
 from flowinfer.engine.models.decoder import Layer, Model
 from flowinfer.engine.models.linear import Linear, Projection
-from flowinfer.engine.models.moe import GatedFFN, StackedExperts
+from flowinfer.engine.models.moe import ExpertFFN, GatedFFN, StackedExperts
 from flowinfer.engine.models.rope import Rope
 from flowinfer.engine.step import Int32s, StepInput
 from flowinfer.kernels import arch
@@ -73,7 +73,7 @@ class FusedModel(Model):
         self._rope_PD = (rope.cos_PD, rope.sin_PD)
         self._qkv = [_plain(layer.qkv) for layer in layers]
         self._out = [_plain(layer.out) for layer in layers]
-        self._ffn = [_dense(layer.ffn) if isinstance(layer.ffn, GatedFFN) else layer.ffn for layer in layers]
+        self._ffn = [_feed_forward(layer.ffn) for layer in layers]
 
     def warmup(self) -> None:
         """Nothing to pack."""
@@ -222,5 +222,8 @@ def _plain(projection: Projection) -> Weight:
     return Weight(projection.weight_OI, projection.bias_O)
 
 
-def _dense(ffn: GatedFFN) -> tuple[Weight, Weight]:
+def _feed_forward(ffn: GatedFFN | ExpertFFN | StackedExperts) -> tuple[Weight, Weight] | StackedExperts:
+    if isinstance(ffn, StackedExperts):
+        return ffn
+    assert isinstance(ffn, GatedFFN), "the loader stacks experts for this model"
     return _plain(ffn.gate_up), _plain(ffn.down)

@@ -32,7 +32,7 @@ def seed_of(sampling: Sampling, request: str) -> int:
 
 
 class Choice(NamedTuple):
-    """How a sequence's tokens are chosen, as kernels take it. temperature 0: the best one. top_k 0, top_p 1, min_p 0: off."""
+    """How tokens are chosen, as kernels take it. temperature 0: the best one. top_k 0, top_p 1, min_p 0: off."""
 
     temperature: float
     top_k: int
