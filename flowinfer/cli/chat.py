@@ -9,6 +9,7 @@ import click
 from rich.console import Console
 
 from flowinfer.cli.conversation import LocalPartner, Messages, Options, Partner, RemotePartner
+from flowinfer.cli.service_url import url_option
 from flowinfer.errors import FlowInferError, RequestError
 
 try:
@@ -24,7 +25,7 @@ HELP = "/reset forgets the conversation, /system TEXT sets the system prompt, /q
 
 @click.command()
 @click.argument("file", required=False, type=click.Path())
-@click.option("--url", default="http://127.0.0.1:8000", show_default=True, help="A running service; unused with FILE.")
+@url_option("A running service, unused with FILE")
 @click.option("--model", help="Model to ask; the first that the service lists.")
 @click.option("--system", default="", help="System prompt.")
 @click.option("--max-tokens", type=click.IntRange(min=1), help="Longest answer, in tokens.")

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from flowinfer.cli.service_url import url_option
 from flowinfer.errors import FlowInferError
 from flowinfer.units import format_bytes
 
@@ -22,7 +23,7 @@ TIMEOUT_S = 10.0
 
 
 @click.command()
-@click.option("--url", default="http://127.0.0.1:8000", show_default=True, help="The service.")
+@url_option("The service")
 @click.option(
     "--interval", type=click.FloatRange(0.2), default=2.0, show_default=True, help="Seconds between readings."
 )

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from flowinfer.cli.service_url import url_option
 from flowinfer.errors import FlowInferError
 
 if TYPE_CHECKING:
@@ -42,7 +43,7 @@ class Bar:
 @click.command()
 @click.argument("id", required=False)
 @click.option("--ask", metavar="TEXT", help="Send this chat, and trace it.")
-@click.option("--url", default="http://127.0.0.1:8000", show_default=True, help="The service; on this host.")
+@url_option("A service on this host")
 @click.option("--json", "as_json", is_flag=True, help="Print every step as JSON.")
 def trace(id: str | None, ask: str | None, url: str, as_json: bool) -> None:
     """Show where a request spent its time, stage by stage. ID is that of the response, as in chatcmpl-….

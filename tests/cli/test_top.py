@@ -6,12 +6,15 @@ import json
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
 
 from flowinfer.cli import main
+from flowinfer.cli.service_url import running_url
 from flowinfer.observe.exposition import render
+from flowinfer.runtime.rewire.protocol import Service
 
 
 class Page(BaseHTTPRequestHandler):
@@ -62,3 +65,12 @@ def test_nobody_there() -> None:
     result = CliRunner().invoke(main, ["top", "--url", "127.0.0.1:9", "--once"])
     assert result.exit_code == 1
     assert "No service answers at http://127.0.0.1:9" in result.output
+
+
+def test_the_service_that_runs_here_is_meant(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    here = [(Service(name="prod", pid=1, address=f"http://{url}"), Path())]
+    monkeypatch.setattr("flowinfer.runtime.rewire.control.running", lambda: here)
+    result = CliRunner().invoke(main, ["top", "--once", "--json", "--interval", "0.2"])
+    assert result.exit_code == 0, result.output
+    here.append((Service(name="other", pid=2, address="http://127.0.0.1:9"), Path()))
+    assert running_url() == "http://127.0.0.1:8000"
