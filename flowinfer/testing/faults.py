@@ -12,7 +12,7 @@ import math
 import os
 import signal
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from flowinfer.cache.disk.io import Files
 from flowinfer.codec import Header
@@ -217,28 +217,33 @@ def _damaging(codec: Any) -> Iterator[None]:
 
 
 class _FullDisk(_Running):
-    """The disk tier of this process finds no room."""
+    """The disk tier of this process finds no room. Inline, several workers share the process, and end in any order."""
 
-    def prepare(self) -> None:
-        self._undo: list[Callable[[], None]] = []
+    _striking: ClassVar[list[_FullDisk]] = []
+    _real: ClassVar[dict[str, Callable[..., Any]]] = {}
 
     def strike(self) -> None:
-        for name in ("write", "create"):
-            real = getattr(Files, name)
-            setattr(Files, name, self._full(real))
-            self._undo.append(lambda name=name, real=real: setattr(Files, name, real))  # type: ignore[misc]
+        if not self._striking:
+            for name in ("write", "create"):
+                self._real[name] = getattr(Files, name)
+                setattr(Files, name, self._full(self._real[name]))
+        self._striking.append(self)
 
-    def _full(self, real: Callable[..., Any]) -> Callable[..., Any]:
+    @classmethod
+    def _full(cls, real: Callable[..., Any]) -> Callable[..., Any]:
         def full(*arguments: Any, **named: Any) -> Any:
-            if self.use():
+            if any(fault.use() for fault in cls._striking):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             return real(*arguments, **named)
 
         return full
 
     def end(self) -> None:
-        while self._undo:
-            self._undo.pop()()
+        if self not in self._striking:
+            return
+        self._striking.remove(self)
+        while self._real and not self._striking:
+            setattr(Files, *self._real.popitem())
 
 
 _KINDS: dict[str, type[_Running]] = {

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from flowinfer.graph.plan import API
+from flowinfer.graph.plan import API, Plan
 from flowinfer.message import Call
 from flowinfer.testing.checks import Passed
 from flowinfer.testing.doors import CutDoor
@@ -28,7 +28,8 @@ if TYPE_CHECKING:
     from flowinfer.runtime.worker import Worker
 
 ENV = "FLOWINFER_TEST"
-ORDERS, GO, EDGES, NAMES, RESULTS = "orders.json", "go", "edges.jsonl", "names.jsonl", "results.jsonl"
+ORDERS, GO, ARMED, EDGES = "orders.json", "go", "armed.jsonl", "edges.jsonl"
+NAMES, RESULTS = "names.jsonl", "results.jsonl"
 LOOK_S = 0.01  # between two looks whether the test has begun
 
 
@@ -56,6 +57,9 @@ def join(worker: Worker, folder: Path) -> None:
             worker.call_at(None, worker.clock.now() + LOOK_S, look)
             return
         injector.begin(began)
+        worker.call_at(
+            None, worker.clock.now(), lambda: _write(folder / ARMED, worker.name)
+        )  # behind the faults' start
         if isinstance(api, Outside) and worker.generation == 1:
             _Cases(worker, api, folder, orders, began).turn()
 
@@ -66,6 +70,14 @@ def _began(folder: Path) -> float | None:
     with contextlib.suppress(OSError, ValueError):
         return float((folder / GO).read_text())
     return None
+
+
+def all_armed(folder: Path, plan: Plan) -> bool:
+    """True once every worker of the plan has its faults in place: a request that is sent earlier might slip by."""
+    with contextlib.suppress(OSError):
+        armed = {json.loads(line) for line in (folder / ARMED).read_text().splitlines()}
+        return armed >= {f"{name}.{i}" for name, worker in plan.workers.items() for i in range(worker.replicas)}
+    return False
 
 
 def _write(path: Path, line: object) -> None:
@@ -104,6 +116,7 @@ class _Cases:
         path = Path(orders.test)
         ready = prepare(*PipelineTest.read(path), path)
         self._worker, self._folder, self._began = worker, folder, began
+        self._plan = ready.plan
         self._door = CutDoor(outside, ready.plan, ready.given)
         self._waiting = list(ready.cases)
         self._open: set[str] = set()
@@ -111,7 +124,7 @@ class _Cases:
     def turn(self) -> None:
         """Sends what is due; comes back until all is sent."""
         now = self._worker.clock.now()
-        for case in list(self._waiting):
+        for case in list(self._waiting) if all_armed(self._folder, self._plan) else ():
             due = case.at <= now - self._began if case.at is not None else case is self._waiting[0] and not self._open
             if due:
                 self._waiting.remove(case)

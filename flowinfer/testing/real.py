@@ -28,7 +28,7 @@ from flowinfer.serve.gateway import GatewayConfig
 from flowinfer.testing.checks import Passed, Result, Run
 from flowinfer.testing.file import Case
 from flowinfer.testing.inline import restarts
-from flowinfer.testing.inside import EDGES, ENV, GO, NAMES, ORDERS, RESULTS, Orders
+from flowinfer.testing.inside import EDGES, ENV, GO, NAMES, ORDERS, RESULTS, Orders, all_armed
 from flowinfer.testing.plain import ask_http
 from flowinfer.testing.prepared import Prepared
 from flowinfer.testing.serve import PLAN
@@ -111,6 +111,10 @@ class RealRun:
         self.began = time.monotonic()
         fresh.write_text(repr(self.began))
         fresh.replace(self.folder / GO)
+        while not self.is_cut and not all_armed(self.folder, self.ready.plan):
+            if time.monotonic() - self.began > START_S:
+                raise FlowInferError(f"Not every worker of the test was armed within {START_S:g} s." + self._errors())
+            time.sleep(LOOK_S)
 
     # -- cases ---------------------------------------------------------------------------------------------------------
 

@@ -279,3 +279,18 @@ faults: [{full_disk: keep, at: 1s, for: 1s}]
     )
     assert problems(done) == {"also": ("text is 'ENOSPC', expected 'kept'",)}
     assert "full" not in Files.create.__name__, "the process has its disk back"
+
+
+def test_workers_of_one_process_whose_disks_were_full_leave_them_as_they_were(run: RunFile, folder: Path) -> None:
+    (folder / "stages.py").write_text(DISK_STAGE)
+    (folder / "plain.yaml").write_text(
+        "flowinfer: 1\nworkers: {back: {}}\n"
+        f"stages:\n  keep: {{use: './stages.py:Keep', with: {{tiers: {{disk: {{path: '{folder}'}}}}}},"
+        " place: {worker: back}}\nedges:\n  api -> keep:\n  keep -> api:\n"
+    )
+    before = Files.create, Files.write
+    done = run("""
+cases: [{name: a, prompt: a, at: 10ms, expect: {text: ENOSPC}}]
+faults: [{full_disk: keep, at: 0s}]
+""")
+    assert problems(done) == {} and (Files.create, Files.write) == before
