@@ -116,6 +116,7 @@ class Worker(Group):
         self._beat()
         while not self._stopping:
             self.pump(self.patience_s())
+        self._tell_counts()  # what has been counted since the last beat outlives this worker
 
     def pump(self, wait_s: float | None) -> None:
         """Waits once, then works off what has come."""
@@ -151,12 +152,16 @@ class Worker(Group):
 
     def _beat(self) -> None:
         self._tell_open()
-        stats = Stats(worker=self.name, samples=samples(self))
-        self.emit(stats, self.front)
+        stats = self._tell_counts()
         if self.name == self.front:
             vital = [sample for sample in stats.samples if is_vital(sample)]
             self.channel.send_event(SUPERVISOR, Stats(worker=self.name, samples=vital))
         self.call_at(None, self.clock.now() + HEARTBEAT_S, self._beat)
+
+    def _tell_counts(self) -> Stats:
+        stats = Stats(worker=self.name, samples=samples(self))
+        self.emit(stats, self.front)
+        return stats
 
     def _tell_open(self) -> None:
         beat = Heartbeat(open_requests=len(self.open_requests), draining=self._draining)

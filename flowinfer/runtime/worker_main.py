@@ -31,6 +31,7 @@ from flowinfer.runtime.worker import Worker
 from flowinfer.stage import Arena
 
 MAX_TRACE = 8_000  # characters
+LAST_WORDS_MS = 100  # for what a worker says last, as its counts
 
 
 def main() -> None:
@@ -76,7 +77,7 @@ def serve(boot: Boot) -> None:
         worker.run()
     finally:
         worker.close()
-        channel.close()
+        channel.close(linger_ms=LAST_WORDS_MS)
 
 
 def _host(boot: Boot) -> Host:

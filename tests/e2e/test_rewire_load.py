@@ -37,7 +37,7 @@ def check(report: Report) -> None:
 
 def test_changes_under_load_go_unnoticed(small: Service) -> None:
     """Pauses aren't judged here: the machine of a test run has other work."""
-    check(load(small, streams=4, swaps=1, max_tokens=40, calm_s=0.5))
+    check(load(small, streams=4, swaps=1, max_tokens=300, calm_s=0.5))
 
 
 @pytest.mark.slow
