@@ -576,10 +576,14 @@ class KVFetch(Event):
 
 
 class KVData(Event):
-    """One block of a fetched request: `index` counts from the start of the sequence; bytes as the layout says."""
+    """One block of a fetched request: `index` counts from the start of the sequence; bytes as the layout says.
+
+    check: xxh3_64 of the bytes.
+    """
 
     bulk: ClassVar[bool] = True  # travels with the data, behind which no cancel has to wait
     id: str
     index: int
     layout: str
     data: NDArray[np.uint8]
+    check: int

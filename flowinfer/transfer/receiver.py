@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol
 
+import xxhash
+
 from flowinfer.errors import RequestError
 from flowinfer.message import KVData, KVFetch, KVHandle, KVRelease, Sequence
 
@@ -18,6 +20,10 @@ class NoRoom(RequestError):
     """There are no free blocks for a sequence now."""
 
 
+class DamagedBlock(Exception):
+    """What arrived isn't what was sent."""
+
+
 class Receiver(Protocol):
     """One way to take over KV."""
 
@@ -25,7 +31,7 @@ class Receiver(Protocol):
         """Starts the transfer; True when the sequence can be decoded at once. RequestError where it can't be done."""
 
     def receive(self, data: KVData) -> Sequence | None:
-        """Takes one block; returns its sequence when that was the last one."""
+        """Takes one block; returns its sequence when that was the last one. Raises DamagedBlock."""
 
     def cancel(self, request: str) -> None:
         """Drops a transfer that is under way."""
@@ -103,6 +109,8 @@ class FrameReceiver:
         missing = self._missing.get(data.id)
         if missing is None or data.index not in missing or data.layout != self.engine.layout.digest:
             return None
+        if xxhash.xxh3_64_intdigest(data.data) != data.check:
+            raise DamagedBlock(f"block {data.index} of request {data.id} isn't what was sent")
         self.engine.write_block(self.engine.held[data.id].blocks[data.index], data.data)
         missing.discard(data.index)
         if missing:

@@ -5,6 +5,7 @@ Grants its producers credit in KV blocks before they start, so that no prompt co
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection, Iterable
 from functools import partial
 from typing import TYPE_CHECKING, Literal
@@ -25,13 +26,14 @@ from flowinfer.message import (
 )
 from flowinfer.observe import metrics
 from flowinfer.stage import Contract, ModelUse, Stage, StageConfig, setting
-from flowinfer.transfer.receiver import NoRoom
+from flowinfer.transfer.receiver import DamagedBlock, NoRoom
 from flowinfer.units import Duration
 
 if TYPE_CHECKING:
     from flowinfer.engine.engine import Engine
     from flowinfer.transfer.receiver import Receiver
 
+log = logging.getLogger(__name__)
 RETRY_S = 0.005  # how soon a sequence that found no room asks again; a freed block isn't an event of its own
 
 
@@ -95,7 +97,11 @@ class KVTransfer(Stage):
     def observe(self, event: Event) -> Iterable[Message] | None:
         """A block that arrived may complete a sequence; what a sender that died hasn't sent is computed here."""
         if isinstance(event, KVData):
-            sequence = self.frames.receive(event)
+            try:
+                sequence = self.frames.receive(event)
+            except DamagedBlock as error:
+                log.warning("%s: its KV is computed here instead", error)
+                return list(self._go_on_without(event.id, "damaged"))
             if sequence is not None:
                 self._count("tcp", *self.coming.pop(sequence.id))
                 return [sequence]
@@ -184,11 +190,11 @@ class KVTransfer(Stage):
         needed = self.engine.layout.blocks_for(len(sequence.history) + 1)
         return self.engine.pool.num_free >= needed + len(self.engine.held)
 
-    def _go_on_without(self, request: str) -> Iterable[Sequence]:
+    def _go_on_without(self, request: str, reason: str = "late_or_dead") -> Iterable[Sequence]:
         """What was to come won't: the sequence is decoded all the same, and its KV computed here."""
         handle, _ = self.coming.pop(request)
         sequence = self.frames.abandon(request)
-        metrics.counter("transfer_failures_total").labels(reason="late_or_dead").inc()
+        metrics.counter("transfer_failures_total").labels(reason=reason).inc()
         if sequence is None:
             return
         if handle.generation > self.dead.get(handle.owner, 0):
