@@ -47,6 +47,7 @@ from flowinfer.message import (
 )
 from flowinfer.observe import metrics
 from flowinfer.stage import Arena, Context
+from flowinfer.transfer.check import check_of
 
 if TYPE_CHECKING:
     from flowinfer.engine.batch import Batch
@@ -382,17 +383,13 @@ class Engine:
         self.pool.release(self._pins.pop((reader, id), []))
 
     def _push(self, event: KVFetch) -> None:
-        import xxhash  # here: the engine by itself does without
-
         held = self.held.get(event.id)
         if held is None:
             return
         for index, block in enumerate(held.blocks[: self.layout.blocks_for(held.num_computed)]):
             data = self.kv[block].contiguous().view(torch.uint8).flatten().cpu().numpy()
-            check = xxhash.xxh3_64_intdigest(data)  # some 30 GB/s
-            self.ctx.send(
-                KVData(id=event.id, index=index, layout=self.layout.digest, data=data, check=check), to=event.to
-            )
+            pushed = KVData(id=event.id, index=index, layout=self.layout.digest, data=data, check=check_of(data))
+            self.ctx.send(pushed, to=event.to)
 
     def _on_up(self, event: WorkerUp) -> None:
         for release in self._down.pop(event.worker, ()):

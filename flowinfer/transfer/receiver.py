@@ -7,10 +7,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol
 
-import xxhash
-
 from flowinfer.errors import RequestError
 from flowinfer.message import KVData, KVFetch, KVHandle, KVRelease, Sequence
+from flowinfer.transfer.check import check_of
 
 if TYPE_CHECKING:
     from flowinfer.engine.engine import Engine
@@ -109,7 +108,7 @@ class FrameReceiver:
         missing = self._missing.get(data.id)
         if missing is None or data.index not in missing or data.layout != self.engine.layout.digest:
             return None
-        if xxhash.xxh3_64_intdigest(data.data) != data.check:
+        if check_of(data.data) != data.check:
             raise DamagedBlock(f"block {data.index} of request {data.id} isn't what was sent")
         self.engine.write_block(self.engine.held[data.id].blocks[data.index], data.data)
         missing.discard(data.index)
