@@ -6,11 +6,12 @@ import re
 
 import numpy as np
 import pytest
+from scipy.stats import t as student
 
 from flowinfer.compare.answers import Answers, compare_answers
 from flowinfer.compare.arms import Answer
 from flowinfer.compare.asks import Ask
-from flowinfer.compare.figures import Figure, Limit, figures
+from flowinfer.compare.figures import Figure, Limit, figures, student_t
 from flowinfer.compare.plots import nice_ticks
 from flowinfer.compare.require import parse
 from flowinfer.compare.rounds import Group
@@ -50,10 +51,20 @@ def test_a_change_is_found_and_its_interval_holds_the_truth() -> None:
     assert found["memory"].change == pytest.approx(0.2)
 
 
-def test_of_equal_sides_few_are_told_apart() -> None:
-    """At 95 % one in twenty may be; of forty seeds at most six."""
-    told = sum(by_name(figures(groups(1.0, seed=s), Limit()))["latency_p50"].told_apart for s in range(40))
+@pytest.mark.parametrize("num", [3, 9, 60])
+def test_of_equal_sides_few_are_told_apart(num: int) -> None:
+    """At 95 % one in twenty may be; of forty seeds at most six, however few the groups."""
+    told = sum(by_name(figures(groups(1.0, num, seed=s), Limit()))["latency_p50"].told_apart for s in range(40))
     assert told <= 6
+
+
+def test_one_group_tells_nothing() -> None:
+    assert not any(figure.told_apart for figure in figures(groups(0.5, 1), Limit()))
+
+
+@pytest.mark.parametrize("freedom", [2, 3, 8, 35])
+def test_students_quantile(freedom: int) -> None:
+    assert student_t(0.975, freedom) == pytest.approx(student.ppf(0.975, freedom), rel=0.01)
 
 
 def test_the_same_seed_gives_the_same_interval() -> None:
