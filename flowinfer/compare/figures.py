@@ -246,4 +246,4 @@ def student_t(share: float, freedom: int) -> float:
         (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384,
         (79 * z**9 + 776 * z**7 + 1482 * z**5 - 1920 * z**3 - 945 * z) / 92_160,
     )
-    return z + sum(float(term) / freedom ** (power + 1) for power, term in enumerate(terms))
+    return z + sum(term / float(freedom) ** (power + 1) for power, term in enumerate(terms))
