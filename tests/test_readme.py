@@ -139,7 +139,7 @@ def test_a_stage_authors_day_ends_with_a_verdict(tmp_path: Path) -> None:
         pytest.skip(str(error))
     run_block("day: new", tmp_path)
     (tmp_path / "few.jsonl").write_text('{"chat": "Hello", "max_tokens": 2}\n{"prompt": "One two", "max_tokens": 2}\n')
-    compared = run_block("day: compare", tmp_path, "--rounds", "1", "--on", "few.jsonl")
+    compared = run_block("day: compare", tmp_path, "--rounds", "2", "--on", "few.jsonl")
     assert compared.returncode == 0, compared.stdout + compared.stderr
     assert "95 % interval" in compared.stdout
     assert (tmp_path / "report.html").read_text().startswith("<!doctype html>")
