@@ -28,8 +28,10 @@ def headline(figures: Sequence[Figure], answers: Answers) -> str:
 
 
 def _speed(figure: Figure) -> str:
-    if figure.change is None or figure.low is None or figure.high is None:
+    if figure.change is None:
         return "Nothing was measured"
+    if figure.low is None or figure.high is None:
+        return f"Too few groups of requests for a verdict (B {figure.change * 100:+.0f} % at p50): raise --rounds"
     if not figure.told_apart:
         return f"No difference can be told at p50 (95 % interval {_span(figure)})"
     # Slower by its change; faster by the share of time that is saved.

@@ -59,7 +59,9 @@ def test_of_equal_sides_few_are_told_apart(num: int) -> None:
 
 
 def test_one_group_tells_nothing() -> None:
-    assert not any(figure.told_apart for figure in figures(groups(0.5, 1), Limit()))
+    found = figures(groups(0.5, 1), Limit())
+    assert not any(figure.told_apart for figure in found)
+    assert headline(found, compare_answers(groups(0.5, 1))).startswith("Too few groups")
 
 
 @pytest.mark.parametrize("freedom", [2, 3, 8, 35])
