@@ -276,7 +276,7 @@ def test_closing_writes_what_is_pending(opened: Open, clock: Clock) -> None:
     store = opened(memory)
     waiting = store.put([(name(n), payload(n)) for n in range(40)], namespace=NAMESPACE, cls="chat")
     store.close()
-    assert len(waiting.result(0)) == len(memory.objects) == 40
+    assert len(waiting.result(10)) == len(memory.objects) == 40
     assert put(store, [99]) == [] and store.counts["dropped_closed"] == 1
 
 
