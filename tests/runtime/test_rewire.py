@@ -2,63 +2,24 @@
 
 from __future__ import annotations
 
-import os
-import signal
-from collections import Counter
 from pathlib import Path
 
 import msgspec
 import psutil
 import pytest
-from services import Service, Start, edge, loaded, plan_of, stage, until
+from changing import Changing
+from services import Start, edge, loaded, plan_of, stage, until
 
 from flowinfer.graph.plan import Plan, StagePlan
 from flowinfer.runtime.rewire.control import ask
 from flowinfer.runtime.rewire.journal import Journal
-from flowinfer.runtime.rewire.protocol import SERVICE, Manner, Reply, Request
+from flowinfer.runtime.rewire.protocol import Manner, Reply, Request
 
 
 @pytest.fixture(autouse=True)
 def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     return tmp_path / "state" / "flowinfer"
-
-
-class Changing:
-    """A running service and the way to change it."""
-
-    def __init__(self, service: Service, plan: Plan) -> None:
-        self.service, self.plan = service, plan
-        service.wait_ready()
-        (found,) = (service.tmp / f"flowinfer-{os.getuid()}").glob(f"*/{SERVICE}")
-        self.folder = found.parent
-
-    def ask(self, request: Request) -> list[Reply]:
-        return list(ask(self.folder, request))
-
-    def apply(self, plan: Plan, *renew: str, drain: str = "") -> Reply:
-        *_, last = self.ask(Request(do="apply", plan=plan, renew=renew, manner=Manner(drain=drain, probation_s=0.05)))
-        return last
-
-    def must_apply(self, plan: Plan, *renew: str) -> None:
-        last = self.apply(plan, *renew)
-        assert last.ok, (last.text, self.service.log.read_text())
-        self.plan = plan
-
-    def go_round(self, count: int = 100) -> None:
-        before = len(self.service.lines("answered"))
-        until(lambda: len(self.service.lines("answered")) > before + count, "requests go round")
-
-    def check_ends(self) -> None:
-        """Stops the service; every request that was made has had exactly one answer."""
-        self.service.process.send_signal(signal.SIGTERM)
-        self.service.wait_gone()
-        assert self.service.process.returncode == 0, self.service.log.read_text()
-        assert self.service.lines("failed") == []
-        made = {line.split()[1] for line in self.service.lines("made")}
-        answered = Counter(line.split()[1] for line in self.service.lines("answered"))
-        assert made == set(answered) and set(answered.values()) == {1}
-        assert self.service.lines("closed") == ["closed 0"]
 
 
 def with_config(plan: Plan, name: str, **config: object) -> Plan:
