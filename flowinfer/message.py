@@ -116,6 +116,7 @@ class Call(Message):
     tool_choice: ToolChoice = ToolChoice()
     session: str = ""
     arm: str = ""
+    cache_in_memory: bool = False  # its blocks are kept in memory only, never on disk or in an object store
 
 
 class PrefixHint(msgspec.Struct, array_like=True, kw_only=True):
@@ -158,6 +159,7 @@ class Prompt(Message):
     prefix: PrefixHint | None = None  # facet `prefix`
     arm: str = ""  # as in Call
     progress: Progress | None = None
+    cache_in_memory: bool = False  # its blocks are kept in memory only, never on disk or in an object store
 
     @property
     def history(self) -> Ids:

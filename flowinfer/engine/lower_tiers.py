@@ -81,7 +81,7 @@ class LowerTiers:
 
     def keep_prompt(self, prompt: Prompt, names: Sequence[bytes]) -> None:
         """Offers what is worth it of the complete blocks of a prompt that was computed."""
-        if prompt.cache_keep_s == 0:
+        if not _may_leave_memory(prompt):
             return
         how, following = _how(prompt), []
         for tier in self.tiers:
@@ -95,7 +95,7 @@ class LowerTiers:
 
     def keep_output(self, prompt: Prompt, names: Sequence[bytes], first: int) -> None:
         """Offers the complete blocks of a request that has ended, from number `first` on, which this worker has."""
-        if prompt.cache_keep_s == 0:
+        if not _may_leave_memory(prompt):
             return
         known = self._following.pop(prompt.id, None)
         tiers = known.tiers if known else [tier for tier in self.tiers if tier.admission.admit(names)[1]]
@@ -149,6 +149,10 @@ class LowerTiers:
             log.error("cache tiers: blocks weren't read", exc_info=result)
             result = 0
         return then(result)
+
+
+def _may_leave_memory(prompt: Prompt) -> bool:
+    return prompt.cache_keep_s != 0 and not prompt.cache_in_memory
 
 
 def _how(prompt: Prompt) -> Wanted:

@@ -119,6 +119,7 @@ class RecipeTokenize(Stage):
             cache_salt=call.cache_salt,
             cache_class=call.cache_class,
             cache_keep_s=call.cache_keep_s,
+            cache_in_memory=call.cache_in_memory,
             deadline=call.deadline,
         )
 

@@ -109,6 +109,33 @@ def test_a_prefix_is_pieced_together_from_both(llama: Path, tmp_path: Path, serv
     assert (counts(third, "disk")["hits"], counts(third, "object")["hits"]) == (2, 2)
 
 
+@pytest.mark.parametrize(
+    ("how", "in_pool"),
+    [({"cache_in_memory": True}, True), ({"cache_keep_s": 0.0}, False), ({"cache_class": "none"}, False)],
+)
+def test_what_must_not_leave_memory_is_in_no_tier_below_and_what_must_not_stay_in_none(
+    llama: Path, tmp_path: Path, services: list[Service], how: dict[str, Any], in_pool: bool
+) -> None:
+    lookup = {"tiers": {"write": "all", **disk(tmp_path), **objects(tmp_path)}, "retention": {"none": "0"}}
+    running = Service(llama, num_blocks=16, lookup=lookup)
+    services.append(running)
+    running.group.emit(Serving())
+    one = prompt("a", tokens(1, 300))
+    for field, value in how.items():
+        setattr(one, field, value)
+    running.send(one)
+    text = running.finish(["a"])["a"]
+    assert (running.pool.num_cached > 0) is in_pool
+    stores = [tier.store for tier in running.decode.lower.tiers]
+    stop(services, running)
+    assert [store.counts["stored"] for store in stores] == [0, 0]
+    again = start(services, llama, disk(tmp_path) | objects(tmp_path))
+    assert answer(again, "b", 1) == (text, 0)
+    kept = [tier.store for tier in again.decode.lower.tiers]
+    stop(services, again)
+    assert all(store.counts["stored"] > 0 for store in kept)
+
+
 @pytest.mark.parametrize("fault", ["damaged", "gone", "error"])
 def test_bad_objects_mean_computing_again_and_never_another_answer(
     llama: Path, tmp_path: Path, services: list[Service], fault: str, monkeypatch: pytest.MonkeyPatch

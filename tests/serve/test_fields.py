@@ -208,6 +208,13 @@ def test_a_request_says_how_long_its_blocks_stay(fields: dict[str, Any], seconds
     assert chat(**fields).calls[0].cache_keep_s == seconds
 
 
+@pytest.mark.parametrize(
+    ("written", "in_memory"), [("in_memory", True), ("in-memory", True), ("24h", False), (None, False)]
+)
+def test_a_request_says_that_its_blocks_stay_in_memory(written: str | None, in_memory: bool) -> None:
+    assert chat(prompt_cache_retention=written).calls[0].cache_in_memory is in_memory
+
+
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
 
 

@@ -10,6 +10,7 @@ from flowinfer.message import Call
 from flowinfer.serve.openai.chat_writer import ChatWriter
 from flowinfer.serve.openai.fields import (
     DAY,
+    IN_MEMORY,
     MAX_TOKEN_ID,
     MAX_TOP_LOGPROBS,
     Common,
@@ -72,7 +73,7 @@ NEUTRAL: tuple[tuple[str, tuple[Any, ...]], ...] = (
     ("moderation", ()),
     ("prediction", ()),
     ("prompt_cache_options", ()),
-    ("prompt_cache_retention", ("in_memory", "in-memory", DAY)),
+    ("prompt_cache_retention", (*IN_MEMORY, DAY)),
     ("service_tier", ("auto", "default")),
     ("store", (False,)),
     ("verbosity", ("medium",)),
@@ -102,6 +103,7 @@ def chat_job(request: ChatRequest, id: str, limits: Limits) -> Job:
         cache_salt=request.cache_salt or "",
         cache_class=request.cache_class or ("agent" if request.tools else "chat"),
         cache_keep_s=_keep_s(request),
+        cache_in_memory=request.prompt_cache_retention in IN_MEMORY,
         template_args=_template_args(request),
         session=request.user or request.prompt_cache_key or "",
     )

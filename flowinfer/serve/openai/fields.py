@@ -18,7 +18,8 @@ MAX_TOKEN_ID = 2**31 - 1
 MAX_TOP_LOGPROBS = 20
 MAX_CHOICES = 128
 MAX_CACHE_WORD = 256
-DAY = "24h"  # the one prompt_cache_retention that asks for something
+DAY = "24h"  # as prompt_cache_retention
+IN_MEMORY = ("in_memory", "in-memory")  # the same in both of OpenAI's spellings: nothing on disk or in an object store
 
 
 class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):

@@ -12,7 +12,7 @@ import msgspec
 from flowinfer.errors import RequestError
 from flowinfer.serve.openai.chat import ChatRequest, chat_job
 from flowinfer.serve.openai.decode import decode
-from flowinfer.serve.openai.fields import DAY, MAX_TOKEN_ID, in_range, invalid, only, refuse, unsupported
+from flowinfer.serve.openai.fields import DAY, IN_MEMORY, MAX_TOKEN_ID, in_range, invalid, only, refuse, unsupported
 from flowinfer.serve.openai.job import Job, Limits
 from flowinfer.serve.openai.response_writer import ResponseWriter
 
@@ -115,7 +115,7 @@ NEUTRAL: tuple[tuple[str, tuple[Any, ...]], ...] = (
     ("moderation", ()),
     ("prompt", ()),
     ("prompt_cache_options", ()),
-    ("prompt_cache_retention", ("in_memory", "in-memory", DAY)),
+    ("prompt_cache_retention", (*IN_MEMORY, DAY)),
     ("truncation", ("disabled",)),
 )
 _AS_IN_CHATS = (
