@@ -317,6 +317,8 @@ class Logits(Message):
     """Logits of one step, float32 [rows, vocab] on the device. Sequence in slots[i] owns rows starts[i]:starts[i+1].
 
     chosen: tokens of the rows, where the step sampled them itself; then there are no logits.
+    features: [rows, n] on the device, what the drafter wants to know of the target's layers (Batch.feature_layers).
+    seconds: that the step took, 0 where nobody waited for it.
     """
 
     local: ClassVar[bool] = True
@@ -324,8 +326,9 @@ class Logits(Message):
     slots: Ids
     starts: Ids
     logits: Any
-    hidden: Any = None
+    features: Any = None
     chosen: Ids | None = None
+    seconds: float = 0.0
 
 
 class Proposal(Message):
@@ -570,11 +573,37 @@ class KVRecall(Event):
     ids: list[str]
 
 
+class KVOffer(Event):
+    """A prompt is about to be computed whose KV this worker will decode: where it may go, if there's room already.
+
+    ways: transports by which the owner can give it, best first.  traits: what its layout is, to name where two differ.
+    names: chain hashes of its leading blocks, as far as they are known.
+    """
+
+    id: str
+    owner: str
+    generation: int
+    layout: str
+    num_tokens: int
+    ways: list[str]
+    traits: dict[str, str] = {}
+    names: list[bytes] = []
+
+
 class KVFetch(Event):
-    """Asks the owner to push the KV of request `id` in frames, for workers that don't share its memory."""
+    """Asks the owner to push the KV of request `id` as it is computed: block i over blocks[i] of the taker's pool.
+
+    blocks[i] is -1 where the taker has it.  ticket: names this transfer in the life of the taker.  address: of the
+    taker's pool, as its half of the transport says it.
+    """
 
     id: str
     to: str
+    generation: int
+    ticket: int
+    transport: str
+    blocks: Ids
+    address: bytes = b""
 
 
 class KVData(Event):
@@ -585,7 +614,29 @@ class KVData(Event):
 
     bulk: ClassVar[bool] = True  # travels with the data, behind which no cancel has to wait
     id: str
+    ticket: int
     index: int
     layout: str
     data: NDArray[np.uint8]
     check: int
+
+
+class KVPushed(Event):
+    """Blocks from `first` on lie in the taker's pool, where the owner wrote them. checks: xxh3_64 of each, 0: none."""
+
+    id: str
+    ticket: int
+    first: int
+    checks: list[int]
+
+
+class KVStopped(Event):
+    """Nothing more comes of this request by this ticket (0: of none), and nothing is written any more.
+
+    reason: why it failed; "": the owner was told to, or the request goes elsewhere.
+    """
+
+    id: str
+    owner: str
+    ticket: int = 0
+    reason: str = ""

@@ -388,7 +388,8 @@ class Engine:
             return
         for index, block in enumerate(held.blocks[: self.layout.blocks_for(held.num_computed)]):
             data = self.kv[block].contiguous().view(torch.uint8).flatten().cpu().numpy()
-            pushed = KVData(id=event.id, index=index, layout=self.layout.digest, data=data, check=check_of(data))
+            digest, check = self.layout.digest, check_of(data)
+            pushed = KVData(id=event.id, ticket=event.ticket, index=index, layout=digest, data=data, check=check)
             self.ctx.send(pushed, to=event.to)
 
     def _on_up(self, event: WorkerUp) -> None:

@@ -7,9 +7,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol
 
+import numpy as np
+
 from flowinfer.errors import RequestError
 from flowinfer.message import KVData, KVFetch, KVHandle, KVRelease, Sequence
 from flowinfer.transfer.check import check_of
+from flowinfer.transfer.transport import DamagedBlock
 
 if TYPE_CHECKING:
     from flowinfer.engine.engine import Engine
@@ -17,10 +20,6 @@ if TYPE_CHECKING:
 
 class NoRoom(RequestError):
     """There are no free blocks for a sequence now."""
-
-
-class DamagedBlock(Exception):
-    """What arrived isn't what was sent."""
 
 
 class Receiver(Protocol):
@@ -101,7 +100,11 @@ class FrameReceiver:
             _done(self.engine, sequence)
             return True
         self._missing[sequence.id], self._sequence[sequence.id] = set(range(len(blocks))), sequence
-        self.engine.ctx.send(KVFetch(id=sequence.id, to=self.engine.ctx.worker), to=handle.owner)
+        ctx, wanted = self.engine.ctx, np.array(blocks, np.int32)
+        fetch = KVFetch(
+            id=sequence.id, to=ctx.worker, generation=ctx.generation, ticket=0, transport="tcp", blocks=wanted
+        )
+        ctx.send(fetch, to=handle.owner)
         return False
 
     def receive(self, data: KVData) -> Sequence | None:

@@ -26,7 +26,8 @@ from flowinfer.message import (
 )
 from flowinfer.observe import metrics
 from flowinfer.stage import Contract, ModelUse, Stage, StageConfig, setting
-from flowinfer.transfer.receiver import DamagedBlock, NoRoom
+from flowinfer.transfer.receiver import NoRoom
+from flowinfer.transfer.transport import DamagedBlock
 from flowinfer.units import Duration
 
 if TYPE_CHECKING:
