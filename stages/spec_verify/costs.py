@@ -1,0 +1,122 @@
+"""How long a decode step takes by its rows: measured at start, corrected by the steps that run. Pure: times come in.
+
+Legend: B rows of a step, one a sequence and one a draft that is verified.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import defaultdict, deque
+from statistics import median
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+F64 = NDArray[np.float64]
+I64 = NDArray[np.int64]
+
+WINDOW = 32  # residuals of a size that count: about a second of steps
+ENOUGH = 5  # of them before they say anything
+DRAFTS_KEPT = 9  # the last draft times of a batch size whose median counts
+
+
+class StepTable(msgspec.Struct, frozen=True, kw_only=True):
+    """Times of a decode step as they were profiled. rows rise; seconds[i] is of a step over rows[i] rows.
+
+    pair_s: seconds of each query-key pair more, attention's share.  staircase: a step runs padded to the next of
+    `rows`, as captured graphs do; else times between two sizes lie on a line.  key: what was measured, a digest.
+    """
+
+    key: str
+    rows: tuple[int, ...]
+    seconds: tuple[float, ...]
+    pair_s: float = 0.0
+    staircase: bool = False
+
+    @property
+    def usable(self) -> bool:
+        """Whether the figures can be times of steps."""
+        sane = all(0 < seconds < 1e3 for seconds in self.seconds) and 0 <= self.pair_s < 1
+        rising = all(a < b for a, b in zip((0, *self.rows), self.rows, strict=False))
+        return sane and rising and len(self.rows) == len(self.seconds) > 0
+
+
+def linear_table(fixed_s: float, row_s: float, most: int = 64) -> StepTable:
+    """Of a step that takes fixed_s + row_s a row."""
+    rows = tuple(sorted({1, 2, most}))
+    return StepTable(key="linear", rows=rows, seconds=tuple(fixed_s + row_s * count for count in rows))
+
+
+class StepCosts:
+    """Seconds of a step over B rows: the table's, times the median of what the last steps took against it.
+
+    A residual is kept as a ratio, since a busy machine slows all of a step, and by size, since a table is never wrong
+    by the same at all of them; sizes without ENOUGH of their own take the median over all. Times never fall with B:
+    noise must not make a larger step look cheaper.
+    """
+
+    def __init__(self, table: StepTable) -> None:
+        self._table = table
+        self._rows = np.array(table.rows, np.int64)
+        self._base = np.maximum.accumulate(np.array(table.seconds, np.float64))
+        self._ratios: dict[int, deque[float]] = defaultdict(lambda: deque(maxlen=WINDOW))
+        self._all: deque[float] = deque(maxlen=WINDOW)
+        self._drafts: dict[int, deque[float]] = defaultdict(lambda: deque(maxlen=DRAFTS_KEPT))
+        self._corrections = np.ones(len(self._rows))
+        self._stale = False
+
+    def seconds(self, rows: I64, context: float = 0.0) -> F64:
+        """Of steps over so many rows, each of `context` tokens, float64 like rows; rising with them."""
+        base = self._at(rows, self._base * self._current())
+        times: F64 = base + self._table.pair_s * context * rows
+        return times
+
+    def observe(self, rows: int, seconds: float, context: float = 0.0) -> None:
+        """A step over so many rows took so long. What can't be a time says nothing."""
+        known = float(self._at(np.array([rows]), self._base)[0]) + self._table.pair_s * context * rows
+        if rows <= 0 or not 0 < seconds < 1e3:
+            return
+        self._ratios[self._bucket(rows)].append(seconds / known)
+        self._all.append(seconds / known)
+        self._stale = True
+
+    def draft_seconds(self, num_sequences: int) -> float:
+        """Of drafting for so many sequences: the median at the nearest size that was seen, larger ones by their share."""
+        if not self._drafts:
+            return 0.0
+        exponent = num_sequences.bit_length()
+        nearest = min(self._drafts, key=lambda known: abs(known - exponent))
+        return median(self._drafts[nearest]) * max(1.0, 2.0 ** (exponent - nearest))
+
+    def observe_draft(self, num_sequences: int, seconds: float) -> None:
+        """Drafting for so many sequences took so long."""
+        if num_sequences > 0 and 0 <= seconds < 1e3:
+            self._drafts[num_sequences.bit_length()].append(seconds)
+
+    def _bucket(self, rows: int) -> int:
+        return min(bisect_left(self._table.rows, rows), len(self._rows) - 1)
+
+    def _current(self) -> F64:
+        if self._stale:
+            common = median(self._all) if len(self._all) >= ENOUGH else 1.0
+            own = {size: median(seen) for size, seen in self._ratios.items() if len(seen) >= ENOUGH}
+            self._corrections = np.array([own.get(size, common) for size in range(len(self._rows))])
+            self._stale = False
+        return self._corrections
+
+    def _at(self, rows: I64, times: F64) -> F64:
+        """Of sizes between those of the table; above its largest, on the line of its last two."""
+        times = np.maximum.accumulate(times)
+        if self._table.staircase:
+            steps: F64 = times[np.minimum(np.searchsorted(self._rows, rows), len(times) - 1)]
+            return steps + self._beyond(rows, times)
+        return np.interp(rows, self._rows, times) + self._beyond(rows, times)
+
+    def _beyond(self, rows: I64, times: F64) -> F64:
+        if len(times) > 1:
+            slope = (times[-1] - times[-2]) / (self._rows[-1] - self._rows[-2])
+        else:
+            slope = times[-1] / self._rows[-1]
+        beyond: F64 = np.maximum(rows - self._rows[-1], 0) * slope
+        return beyond
