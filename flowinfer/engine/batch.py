@@ -25,6 +25,7 @@ class Batch:
     joined: slots added since spec-verify last looked; it takes and clears the list.
     limit int32 [max_slots]: length at which a sequence ends.  on_device bool [max_slots]: its tokens can be chosen
     without the host, by `choices`, one column a field of sampling.Choice.  drafting: whether spec-verify drafts at all.
+    feature_layers: target layers (0-based) whose output the drafter wants with the logits, by spec-verify.
     progress_of: what a sequence with this history has given, used and learned; spec-verify knows.
     """
 
@@ -53,6 +54,7 @@ class Batch:
         self.on_device: NDArray[np.bool_] = np.zeros(max_slots, np.bool_)
         self.choices = tuple(np.zeros(max_slots, dtype) for dtype in ("f4", "i4", "f4", "f4", "u8"))
         self.drafting = True  # until spec-verify says otherwise
+        self.feature_layers: tuple[int, ...] = ()
         self.version: NDArray[np.int64] = np.zeros(max_slots, np.int64)
         self.ids: list[str | None] = [None] * max_slots
         self.prompts: list[Sequence | None] = [None] * max_slots

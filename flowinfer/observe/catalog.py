@@ -208,11 +208,26 @@ SPECULATION = (
         "spec_accepted_tokens_total", "Draft tokens accepted.", "Speculation", vllm="spec_decode_num_accepted_tokens"
     ),
     _counter(
+        "spec_drafted_per_position_total", "Draft tokens verified, by position in the draft.", "Speculation", "position"
+    ),
+    _counter(
         "spec_accepted_per_position_total",
         "Draft tokens accepted, by position in the draft.",
         "Speculation",
         "position",
         vllm="spec_decode_num_accepted_tokens_per_pos",
+    ),
+    _counter(
+        "spec_confidence_guesses_total",
+        "Draft tokens that were put to the test, by their confidence, rounded down to a tenth.",
+        "Speculation",
+        "confidence",
+    ),
+    _counter(
+        "spec_confidence_held_total",
+        "Of those, the ones that came true: a share equal to the confidence means that it can be trusted.",
+        "Speculation",
+        "confidence",
     ),
 )
 

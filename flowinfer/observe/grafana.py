@@ -19,13 +19,14 @@ _SOURCE = {"type": "prometheus", "uid": "${datasource}"}
 
 @dataclass(frozen=True)
 class Ratio:
-    """A panel that divides the rates of two counters."""
+    """A panel that divides the rates of two counters, one line for each value of `by` where that is a label."""
 
     title: str
     row: str
     part: str
     whole: str
     unit: str = "percentunit"
+    by: str = ""
 
 
 RATIOS = (
@@ -34,6 +35,13 @@ RATIOS = (
     ),
     Ratio("Draft tokens accepted", "Speculation", "spec_accepted_tokens_total", "spec_draft_tokens_total"),
     Ratio("Accepted tokens a draft", "Speculation", "spec_accepted_tokens_total", "spec_drafts_total", "short"),
+    Ratio(
+        "Drafts that held, by confidence",
+        "Speculation",
+        "spec_confidence_held_total",
+        "spec_confidence_guesses_total",
+        by="confidence",
+    ),
 )
 
 
@@ -95,8 +103,9 @@ def _quantiles(metric: Metric) -> list[tuple[str, str]]:
 
 
 def _ratio_panel(ratio: Ratio) -> dict[str, Any]:
-    rates = [f'sum(rate({PREFIX}{name}{{worker=~"$worker"}}[{WINDOW}]))' for name in (ratio.part, ratio.whole)]
-    return _graph(ratio.title, "", ratio.unit, [(" / ".join(rates), ratio.title)])
+    sum_by = f"sum by ({ratio.by}) " if ratio.by else "sum"
+    rates = [f'{sum_by}(rate({PREFIX}{name}{{worker=~"$worker"}}[{WINDOW}]))' for name in (ratio.part, ratio.whole)]
+    return _graph(ratio.title, "", ratio.unit, [(" / ".join(rates), _legend(ratio.by) if ratio.by else ratio.title)])
 
 
 def _selected(metric: Metric, suffix: str = "") -> str:

@@ -14,11 +14,11 @@ change a token of the output, only its speed. spec-verify calls, in this order:
   tokens, which `batch.tokens`, handed over when the drafter is made, holds; the last one hasn't been run yet).
 - `DraftSchedule.choose(confidences, limits)`: of those, how many are verified.
 
-A drafter that draws from a distribution calls `choose(k, logits)` for its k-th draft, k = 0, 1, ... in order, with float32
-logits [n, V] of all n sequences: each token is chosen by its request's own settings (temperature, filters,
-penalties with the drafts before it counted, grammar) and with the noise that the target will have at that position, so that
-equal distributions give equal tokens. It returns valid ids, int64 [n] on the logits' device; where the request lets none
-be chosen, spec-verify drops the drafts from there on.
+A drafter that draws from a distribution calls `choose(k, logits)` for its k-th draft, k = 0, 1, ... in order, with
+float32 logits [n, V] of all n sequences: each token is chosen by its request's own settings (temperature, filters,
+penalties with the drafts before it counted, grammar) and with the noise that the target will have at that position, so
+that equal distributions give equal tokens. It returns valid ids, int64 [n] on their device; what a grammar refuses
+is not proposed.
 
 Legend: n sequences, D drafts (`block`), R rows that a step ran and that held; V vocabulary, H hidden size.
 """
@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from flowinfer.message import Ids, Progress
+from flowinfer.message import Ids
 from flowinfer.stages.spec_verify.policy import F64, I64, Flags
 
 if TYPE_CHECKING:
@@ -45,10 +45,10 @@ LOOK_EVERY = 4  # steps from look-up to look-up while no sequence of the batch i
 class Ran(NamedTuple):
     """R rows of a step whose tokens are history now: the last token of each sequence and its drafts that held.
 
-    slots, positions, tokens int32 [R]: row r ran tokens[r] at positions[r] of the sequence in slots[r]; rows of a sequence
-    are consecutive and rising.  features: [R, layers * H] in the model's dtype on its device, the residual stream after
-    each layer of `needs_features`, in that order; None where no layer was asked for. Row r's features are those of the
-    token at positions[r]: the history's last token (position num_tokens - 1) has none until the next step.
+    slots, positions, tokens int32 [R]: row r ran tokens[r] at positions[r] of the sequence in slots[r]; rows of a
+    sequence are consecutive and rising.  features: [R, layers * H] in the model's dtype on its device, the residual
+    stream after each layer of `needs_features`, in that order; None where no layer was asked for. Row r's features are
+    those of the token at positions[r]: the history's last one (position num_tokens - 1) has none until the next step.
     """
 
     slots: Ids
@@ -105,12 +105,31 @@ class DraftSchedule(Protocol):
         acceptance, for each j).  limits int64 [n]: drafts that there are and that may be verified, 0 .. D.
         """
 
-    def timed(self, num_rows: int, seconds: float) -> None:
-        """A step over num_rows rows, drafts included, took so long."""
+    def timed(self, num_rows: int, seconds: float, context: float) -> None:
+        """A step over num_rows rows, drafts included, of about `context` tokens each, took so long."""
+
+    def drafted(self, num_sequences: int, seconds: float) -> None:
+        """Drafting for so many sequences took so long."""
+
+
+class Acceptances(Protocol):
+    """How well the guesses of each sequence did lately, for drafters that have no confidences."""
+
+    def join(self, slot: int, hits: float = 0.0, trials: float = 0.0) -> None:
+        """A new sequence, of which nothing is known but what another worker learned of it."""
+
+    def record(self, slot: int) -> tuple[float, float]:
+        """Hits and trials of this slot's sequence, for who goes on with it."""
+
+    def learn(self, slots: Ids, hits: Ids, trials: Ids) -> None:
+        """hits[i] of the first trials[i] guessed tokens of slots[i] came true; slots without a guess stay out."""
+
+    def of(self, slots: Ids) -> F64:
+        """Chance of each draft to hold if those before it do, float64 [n, D]."""
 
 
 class Acceptance:
-    """How well the guesses of each sequence did lately: the chance that its next guessed token holds.
+    """Acceptances with one chance for all places of a draft: that the next guessed token of the sequence holds.
 
     Every step with a guess is a trial of its first token, verified or not: the token that came tells for free, so
     a sequence whose text turns repetitive starts to draft without a probe. Hits and trials fade by FADE a trial, beside
@@ -120,28 +139,28 @@ class Acceptance:
     FADE = 0.9  # remembers about ten steps
     PRIOR_HITS, PRIOR_TRIALS = 1.0, 2.0
 
-    def __init__(self, max_slots: int) -> None:
+    def __init__(self, max_slots: int, num_drafts: int) -> None:
+        self._num_drafts = num_drafts
         self._hits = np.zeros(max_slots)
         self._trials = np.zeros(max_slots)
 
-    def join(self, slot: int, progress: Progress | None = None) -> None:
-        """A new sequence, of which nothing is known but what another worker learned of it."""
-        self._hits[slot] = 0 if progress is None else progress.hits
-        self._trials[slot] = 0 if progress is None else progress.trials
+    def join(self, slot: int, hits: float = 0.0, trials: float = 0.0) -> None:
+        """See Acceptances."""
+        self._hits[slot], self._trials[slot] = hits, trials
 
     def record(self, slot: int) -> tuple[float, float]:
-        """Hits and trials of this slot's sequence, for who goes on with it."""
+        """See Acceptances."""
         return float(self._hits[slot]), float(self._trials[slot])
 
     def learn(self, slots: Ids, hits: Ids, trials: Ids) -> None:
-        """hits[i] of the first trials[i] guessed tokens of slots[i] came true; slots without a guess stay out."""
+        """See Acceptances."""
         self._hits[slots] = self._hits[slots] * self.FADE + hits
         self._trials[slots] = self._trials[slots] * self.FADE + trials
 
     def of(self, slots: Ids) -> F64:
-        """Chance of each slot's next guess, float64 [n]."""
+        """See Acceptances."""
         chance: F64 = (self._hits[slots] + self.PRIOR_HITS) / (self._trials[slots] + self.PRIOR_TRIALS)
-        return chance
+        return np.repeat(chance[:, None], self._num_drafts, axis=1)
 
 
 class FixedLength:
@@ -155,7 +174,10 @@ class FixedLength:
         """The limits."""
         return limits
 
-    def timed(self, num_rows: int, seconds: float) -> None:
+    def timed(self, num_rows: int, seconds: float, context: float) -> None:
+        """Is of no interest."""
+
+    def drafted(self, num_sequences: int, seconds: float) -> None:
         """Is of no interest."""
 
 
@@ -181,8 +203,11 @@ class LearnedLength:
         length: I64 = np.minimum(np.logical_and.accumulate(holds, axis=1).sum(1), limits)
         return length
 
-    def timed(self, num_rows: int, seconds: float) -> None:
+    def timed(self, num_rows: int, seconds: float, context: float) -> None:
         """Is of no interest: row_cost says it."""
+
+    def drafted(self, num_sequences: int, seconds: float) -> None:
+        """Is of no interest: look-ups cost next to nothing."""
 
     def _break_even(self, num_sequences: int) -> float:
         rows = self._row_cost * num_sequences

@@ -26,18 +26,9 @@ from flowinfer.message import (
     Tokens,
 )
 from flowinfer.stage import Contract, Stage, StageConfig, setting
-from flowinfer.stages.spec_verify.count import SpecCounters
-from flowinfer.stages.spec_verify.policy import (
-    LENGTH,
-    LOOK_EVERY,
-    RUNS,
-    STOP,
-    DraftLength,
-    NgramDraft,
-    StopRules,
-    count_matches,
-    pad_rows,
-)
+from flowinfer.stages.spec_verify.drafting import Drafting
+from flowinfer.stages.spec_verify.policy import LENGTH, RUNS, STOP, StopRules, count_matches, pad_rows
+from flowinfer.stages.spec_verify.sources import make_drafter, make_schedule
 from flowinfer.stages.spec_verify.tenants import Tenants
 
 if TYPE_CHECKING:
@@ -73,6 +64,7 @@ class SpecVerify(Stage):
 
         draft: Literal["none", "ngram"] = setting("ngram", change="live")
         tokens: int = setting(4, change="live", ge=1, le=8)
+        schedule: Literal["fixed", "learned"] = setting("learned", change="live")
         ngram_min: int = setting(2, change="live", ge=1, le=16)
         ngram_max: int = setting(4, change="live", ge=1, le=16)
         row_cost: float = setting(0.12, change="live", ge=0)  # SmolLM2 on 2 cores: 0.10 to 0.13 in bfloat16 and float32
@@ -115,16 +107,10 @@ class SpecVerify(Stage):
 
     def _draft_by(self, config: Config) -> None:
         """Drafts anew, from the histories that there are. Only while no draft is under way."""
-        batch = self.batch
-        self.max_drafts = min(config.tokens, batch.max_drafts) if config.draft == "ngram" else 0
-        batch.drafting = self.max_drafts > 0
-        self.length = DraftLength(batch.max_slots, config.row_cost)
-        self.counters = SpecCounters(self.max_drafts)
-        if self.max_drafts:
-            lengths = {"ngram_min": config.ngram_min, "ngram_max": config.ngram_max}
-            self.ngrams = NgramDraft(batch.tokens, max_drafts=self.max_drafts, **lengths)
-        self.guesses: Ids = np.zeros((batch.max_slots, self.max_drafts), np.int32)
-        self.has_guess = np.zeros(batch.max_slots, np.bool_)
+        drafter, schedule = make_drafter(config, self.batch), make_schedule(config)
+        self.drafting = Drafting(self.batch, self.sampler, self.stops.limit, drafter, schedule, config.tokens)
+        for slot in self.tenants.slot_of.values():
+            self.drafting.join(slot)
 
     def step(self, logits: list[Logits]) -> Iterable[Tokens | Proposal]:
         """Tokens of each step of the batch, and one proposal for what runs next."""
@@ -173,9 +159,7 @@ class SpecVerify(Stage):
         num_prompt = int(batch.num_prompt[slot])
         self.sampler.join(slot, prompt.sampling, prompt.id, batch.history(slot), num_prompt)
         self.stops.join(slot, prompt.sampling, num_prompt)
-        if self.max_drafts:
-            self.ngrams.join(slot)
-            self.length.join(slot, prompt.progress)
+        self.drafting.join(slot, prompt.progress)
         if prompt.sampling.logprobs is not None:
             self.num_top[slot] = prompt.sampling.logprobs
 
@@ -186,7 +170,7 @@ class SpecVerify(Stage):
             return None
         cached, drafted, accepted = self.tenants.usage_of(sequence)
         slot = self.tenants.slot_of.get(sequence.id)
-        hits, trials = (0.0, 0.0) if slot is None or not self.max_drafts else self.length.record(slot)
+        hits, trials = (0.0, 0.0) if slot is None else self.drafting.record(slot)
         return Progress(
             output=output,
             cached_tokens=cached,
@@ -199,7 +183,7 @@ class SpecVerify(Stage):
     def _leave(self, slot: int) -> None:
         self.sampler.leave(slot)
         self.num_top.pop(slot, None)
-        self.has_guess[slot] = False
+        self.drafting.leave(slot)
 
     # ------------------------------------------------------------------------------------------- what the step decided
 
@@ -207,7 +191,7 @@ class SpecVerify(Stage):
         """Samples, accepts, cuts at ends, and writes the history. Rows of sequences that are gone are left out."""
         slots, batch = step.slots, self.batch
         known = self.tenants.known(slots)
-        drafts = self.guesses[slots]
+        drafts = self.drafting.guesses[slots]
         num_drafts = np.diff(step.starts) - 1
         positions = batch.num_tokens[slots]
         if step.chosen is not None:
@@ -223,7 +207,12 @@ class SpecVerify(Stage):
         counts, reasons = self.stops.cut(slots, chosen, accepted + 1, positions)
         accepted = np.minimum(accepted, counts)
         self._write(slots, chosen, counts, positions)
-        self._learn(slots, chosen, counts, num_drafts, accepted)
+        self.tenants.usage[slots, 1] += num_drafts
+        self.tenants.usage[slots, 2] += accepted
+        if self.drafting.drafter:
+            self.drafting.learn(slots, chosen, counts, num_drafts, accepted)
+            going = reasons == RUNS
+            self.drafting.observe(step, slots[going], firsts[going], counts[going])
         return Verdict(slots, firsts, chosen, counts, accepted, reasons)
 
     def _finite(self, slots: Ids, chosen: Ids, accepted: Ids, known: NDArray[np.bool_]) -> NDArray[np.bool_]:
@@ -249,20 +238,6 @@ class SpecVerify(Stage):
         if tracked:
             for i in [i for i, slot in enumerate(slots.tolist()) if slot in tracked]:
                 self.sampler.advance(int(slots[i]), chosen[i, : counts[i]])
-
-    def _learn(self, slots: Ids, chosen: Ids, counts: Ids, num_drafts: Ids, accepted: Ids) -> None:
-        """Usage and counters of what was verified; acceptance of what was guessed, verified or not."""
-        if not self.max_drafts:
-            return
-        if num_drafts.any():
-            self.tenants.usage[slots, 1] += num_drafts
-            self.tenants.usage[slots, 2] += accepted
-            self.counters.count(num_drafts, accepted)
-        guessed = self.has_guess[slots] & (counts > 0)
-        if guessed.any():
-            slots, chosen, counts = slots[guessed], chosen[guessed], counts[guessed]
-            hits = count_matches(chosen, self.guesses[slots], counts)
-            self.length.learn(slots, hits, np.minimum(np.minimum(hits + 1, counts), self.max_drafts))
 
     # ---------------------------------------------------------------------------------------------------- what goes out
 
@@ -296,23 +271,8 @@ class SpecVerify(Stage):
         return found
 
     def _propose(self, step: int, slots: Ids) -> Proposal:
-        """The last token of each sequence and, where they are worth it, drafts, never past the end of the sequence."""
-        batch = self.batch
-        num_tokens = batch.num_tokens[slots]
-        last = batch.tokens[slots, num_tokens - 1]
-        worth = self.length.choose(slots) if self.max_drafts else _NONE
-        if not worth.any() and (not self.max_drafts or step % LOOK_EVERY):
-            self.has_guess[slots] = False
-            return Proposal(step=step, slots=slots, counts=np.ones(slots.size, np.int32), tokens=last)
-        found, guesses = self.ngrams.guess(slots, num_tokens)
-        self.has_guess[slots] = found
-        self.guesses[slots] = guesses
-        room = self.stops.limit[slots] - num_tokens - 1  # verifying k drafts may give k + 1 tokens
-        worth = np.minimum(np.minimum(worth, self.max_drafts), room)
-        counts = np.where(found, worth, 0).astype(np.int32) + 1
-        constrained = self.sampler.constrained
-        if constrained:  # a draft that the grammar refuses would only cost a row
-            for i in [i for i, slot in enumerate(slots.tolist()) if slot in constrained and counts[i] > 1]:
-                counts[i] = 1 + self.sampler.fitting(int(slots[i]), guesses[i, : counts[i] - 1])
-        rows = np.concatenate([last[:, None], guesses], axis=1)
+        """The last token of each sequence and, where they are worth it, drafts."""
+        last = self.batch.tokens[slots, self.batch.num_tokens[slots] - 1]
+        counts, drafts = self.drafting.propose(step, slots)
+        rows = np.concatenate([last[:, None], drafts], axis=1)
         return Proposal(step=step, slots=slots, counts=counts, tokens=rows[np.arange(rows.shape[1]) < counts[:, None]])

@@ -8,12 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flowinfer.message import Ids, Sampling
+from flowinfer.stages.spec_verify.drafts import Acceptance, FixedLength, LearnedLength, NgramDraft
 from flowinfer.stages.spec_verify.policy import (
     LENGTH,
     RUNS,
     STOP,
-    DraftLength,
-    NgramDraft,
     StopRules,
     count_matches,
     pad_rows,
@@ -104,7 +103,7 @@ class Found:
             self.histories[slot] += run
             self.batch[slot, : len(self.histories[slot])] = self.histories[slot]
         lengths = ids(*[len(history) for history in self.histories.values()])
-        found, guesses = self.ngrams.guess(ids(*self.histories), lengths)
+        found, guesses, _ = self.ngrams.guess(ids(*self.histories), lengths)
         pairs = zip(self.histories.values(), found, guesses, strict=True)
         return [(history, guess.tolist() if hit else None) for history, hit, guess in pairs]
 
@@ -154,7 +153,7 @@ def test_a_long_history_forgets_rather_than_errs() -> None:
     ngrams.join(0)
     num_found = 0
     for length in range(50_000, 50_200):
-        found, guess = ngrams.guess(ids(0), ids(length))
+        found, guess, _ = ngrams.guess(ids(0), ids(length))
         if found[0]:
             num_found += 1
             suffix = batch[0, length - 2 : length]
@@ -166,12 +165,25 @@ def test_a_long_history_forgets_rather_than_errs() -> None:
 # ------------------------------------------------------------------------------------------------------ draft length
 
 
+class Learning:
+    """The learned schedule over sequences that all do equally well."""
+
+    def __init__(self, batch: int, row_cost: float) -> None:
+        self.acceptance, self.schedule = Acceptance(batch, 8), LearnedLength(row_cost)
+        self.slots = np.arange(batch, dtype=np.int32)
+
+    def learn(self, hits: int, trials: int, steps: int) -> None:
+        for _ in range(steps):
+            self.acceptance.learn(self.slots, np.full(self.slots.size, hits), np.full(self.slots.size, trials))
+
+    def length(self) -> int:
+        return int(self.schedule.choose(self.acceptance.of(self.slots), np.full(self.slots.size, 8))[0])
+
+
 def lengths_after(hits: int, trials: int, steps: int, batch: int, row_cost: float = 0.15) -> int:
-    policy = DraftLength(batch, row_cost)
-    slots = np.arange(batch, dtype=np.int32)
-    for _ in range(steps):
-        policy.learn(slots, np.full(batch, hits), np.full(batch, trials))
-    return int(policy.choose(slots)[0])
+    policy = Learning(batch, row_cost)
+    policy.learn(hits, trials, steps)
+    return policy.length()
 
 
 def test_one_stream_drafts_from_the_start_and_a_full_batch_does_not() -> None:
@@ -180,13 +192,11 @@ def test_one_stream_drafts_from_the_start_and_a_full_batch_does_not() -> None:
 
 
 def test_misses_stop_drafting_and_hits_bring_it_back() -> None:
-    policy, slot = DraftLength(1, 0.15), ids(0)
-    for _ in range(20):
-        policy.learn(slot, ids(0), ids(1))
-    assert policy.choose(slot)[0] == 0
-    for _ in range(20):
-        policy.learn(slot, ids(1), ids(1))
-    assert policy.choose(slot)[0] >= 4
+    policy = Learning(1, 0.15)
+    policy.learn(0, 1, steps=20)
+    assert policy.length() == 0
+    policy.learn(1, 1, steps=20)
+    assert policy.length() >= 4
 
 
 def test_drafts_grow_with_acceptance_and_shrink_with_the_batch() -> None:
@@ -202,11 +212,16 @@ def test_a_free_row_is_always_worth_it() -> None:
 
 def test_the_break_even_is_where_tokens_per_time_stop_rising() -> None:
     """With 1 + c * rows as time of a step, the last draft chosen raises tokens per time and the next wouldn't."""
-    policy, cost, batch = DraftLength(4, 0.15), 0.15, 4
-    slots = np.arange(batch, dtype=np.int32)
-    for _ in range(30):
-        policy.learn(slots, np.full(batch, 3), np.full(batch, 4))
+    cost, batch = 0.15, 4
+    policy = Learning(batch, cost)
+    policy.learn(3, 4, steps=30)
     acceptance = (3 * 9.58 + 1) / (4 * 9.58 + 2)  # 9.58: sum of 0.9**i over 30 steps
-    length = int(policy.choose(slots)[0])
+    length = policy.length()
     plain = batch / (1 + cost * batch)  # tokens per time, to which one more row is compared
     assert acceptance**length / cost > plain > acceptance ** (length + 1) / cost
+
+
+def test_limits_cap_every_schedule() -> None:
+    confidences, limits = np.full((3, 4), 0.99), np.array([0, 2, 4])
+    for schedule in (FixedLength(), LearnedLength(0.01)):
+        assert schedule.choose(confidences, limits).tolist() == [0, 2, 4]

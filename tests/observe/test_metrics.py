@@ -116,8 +116,8 @@ def test_every_query_asks_for_metrics_that_exist() -> None:
 
 def test_every_query_groups_by_labels_that_exist() -> None:
     for expr in expressions():
-        (name,) = set(re.findall(rf"{PREFIX}(\w+?)(?:_bucket)?\{{", expr)) if " / " not in expr else [None]
-        labels = {"worker", "le", *(BY_NAME[name].labels if name else ())}
+        names = set(re.findall(rf"{PREFIX}(\w+?)(?:_bucket)?\{{", expr))
+        labels = {"worker", "le", *set.intersection(*(set(BY_NAME[name].labels) for name in names))}
         for group in re.findall(r"by \(([^)]*)\)", expr):
             assert set(group.split(", ")) <= labels
 

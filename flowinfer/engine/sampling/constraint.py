@@ -62,6 +62,17 @@ class Constraint:
         self._matcher.rollback(len(rows) - 1)
         return rows + [None] * (drafts.size + 1 - len(rows))
 
+    def behind(self, drafts: Ids) -> Bits | None:
+        """The tokens allowed behind these drafts; None where the grammar refuses one of them."""
+        tokens = drafts.tolist()
+        if self.error or self._matcher.fitting(tokens) < len(tokens):
+            return None
+        for draft in tokens:
+            self._matcher.advance(draft)
+        allowed = self._matcher.allowed()
+        self._matcher.rollback(len(tokens))
+        return allowed
+
     def fitting(self, drafts: Ids) -> int:
         """How many of the drafts the grammar allows, one after the other."""
         return self._matcher.fitting(drafts.tolist())

@@ -122,6 +122,21 @@ class Sampler:
         chosen[rows] = sample(logits, rows, self._params(slots[owners], at), edits, self._rows)
         return chosen
 
+    def draft(self, logits: Tensor, slots: Ids, positions: Ids, drafts: Ids) -> NDArray[np.int64]:
+        """What `choose` would take for each slot if these were the target's logits, int64 [n]; 0 where nothing can be.
+
+        logits: float32 [n, vocab], of a drafter.  positions [n]: index in its sequence of the token that is chosen.
+        drafts int32 [n, k]: the tokens before it that are drafts too. With equal logits, the tokens are equal.
+        """
+        picky = np.flatnonzero(~self.plain[slots])
+        tokens = argmax(logits) if picky.size < slots.size else np.zeros(slots.size, np.int64)
+        if picky.size:
+            behind = zip(picky.tolist(), slots[picky].tolist(), positions[picky].tolist(), strict=True)
+            edits = [self._edit_behind(slot, position, drafts[i]) for i, slot, position in behind]
+            params = self._params(slots[picky], positions[picky].astype(np.int64))
+            tokens[picky] = sample(logits, picky, params, edits, self._rows)
+        return np.maximum(tokens, 0)
+
     def advance(self, slot: int, output: Ids) -> None:
         """Counts tokens that were taken into the output; only slots in `tracked` need it."""
         for state in (self._histories.get(slot), self._constraints.get(slot)):
@@ -175,6 +190,18 @@ class Sampler:
             for edit, (seen, subtract) in zip(edits, history.with_drafts(drafts), strict=True):
                 edit.seen, edit.subtract, edit.repetition = seen, subtract, history.repetition
         return list(edits)
+
+    def _edit_behind(self, slot: int, position: int, drafts: Ids) -> RowEdits | None:
+        """Edits of the one row behind all these drafts, at `position`; behind a refused one, any will do."""
+        sampling = self._sampling.get(slot)
+        if sampling is None:
+            return None
+        constraint, history = self._constraints.get(slot), self._histories.get(slot)
+        edit = self._edit(slot, sampling, position, constraint.behind(drafts) if constraint else None)
+        if history is not None:
+            edit.seen, edit.subtract = history.with_drafts(drafts)[-1]
+            edit.repetition = history.repetition
+        return edit
 
     def _edit(self, slot: int, sampling: Sampling, position: int, allowed: NDArray[np.uint8] | None) -> RowEdits:
         must_end = allowed is not None and not self._constraints[slot].may_go_on(allowed)

@@ -1,0 +1,140 @@
+"""Drafts for the running batch: keeps what was guessed for each sequence, learns from what came, proposes the next.
+
+Where drafts come from and how many are verified is decided by a Drafter and a DraftSchedule (see drafts.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from flowinfer.message import Ids, Logits, Progress
+from flowinfer.stages.spec_verify.count import SpecCounters
+from flowinfer.stages.spec_verify.drafts import F32, Acceptance, Acceptances, Choose, Drafter, DraftSchedule, Ran
+from flowinfer.stages.spec_verify.policy import count_matches
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from flowinfer.engine.batch import Batch
+    from flowinfer.engine.sampling import Sampler
+
+
+class Drafting:
+    """One way to draft, for all slots of a batch. Without a drafter it proposes each sequence's last token alone.
+
+    max_drafts: drafts of a sequence that a step verifies at most, D.  limit int32 [max_slots]: length at which each
+    sequence ends, read in place.
+    """
+
+    def __init__(
+        self,
+        batch: Batch,
+        sampler: Sampler,
+        limit: Ids,
+        drafter: Drafter | None,
+        schedule: DraftSchedule,
+        max_drafts: int,
+        acceptances: Callable[[int, int], Acceptances] = Acceptance,
+    ) -> None:
+        self.batch, self.sampler, self.limit = batch, sampler, limit
+        self.drafter, self.schedule = drafter, schedule
+        self.max_drafts = min(max_drafts, batch.max_drafts, drafter.block) if drafter else 0
+        self.counters = SpecCounters(self.max_drafts)
+        self.acceptances = acceptances(batch.max_slots, self.max_drafts)
+        self.guesses: Ids = np.zeros((batch.max_slots, self.max_drafts), np.int32)
+        self.confidences: F32 = np.zeros((batch.max_slots, self.max_drafts), np.float32)
+        self.has_guess = np.zeros(batch.max_slots, np.bool_)
+        self.knows_confidence = False  # whether `confidences` are the drafter's own
+        batch.drafting = self.max_drafts > 0
+        batch.feature_layers = drafter.needs_features if drafter else ()
+
+    def join(self, slot: int, progress: Progress | None = None) -> None:
+        """Takes up the sequence that now runs in this slot. progress: what another worker learned of it."""
+        if self.drafter:
+            self.drafter.join(slot)
+            self.acceptances.join(slot, *((progress.hits, progress.trials) if progress else ()))
+
+    def leave(self, slot: int) -> None:
+        """Its sequence is gone."""
+        self.has_guess[slot] = False
+        if self.drafter:
+            self.drafter.leave(slot)
+
+    def record(self, slot: int) -> tuple[float, float]:
+        """How well this slot's guesses did, for who goes on with it."""
+        return self.acceptances.record(slot) if self.drafter else (0.0, 0.0)
+
+    # ------------------------------------------------------------------------------------------ what a step has shown
+
+    def observe(self, step: Logits, slots: Ids, first_rows: Ids, counts: Ids) -> None:
+        """slots[i] goes on, with counts[i] new tokens: the first counts[i] of its rows ran what is history now."""
+        if not self.drafter:
+            return
+        within = np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
+        owners = np.repeat(slots, counts)
+        positions = np.repeat(self.batch.num_tokens[slots] - 1 - counts, counts) + within
+        features = None
+        if step.features is not None:
+            features = step.features[np.repeat(first_rows, counts) + within]
+        tokens = self.batch.tokens[owners, positions]
+        self.drafter.observe(Ran(owners, positions.astype(np.int32), tokens, features))
+
+    def learn(self, slots: Ids, chosen: Ids, counts: Ids, num_drafts: Ids, accepted: Ids) -> None:
+        """Counts what was verified, and learns from what was guessed, verified or not."""
+        if num_drafts.any():
+            self.counters.count(num_drafts, accepted)
+        guessed = self.has_guess[slots] & (counts > 0)
+        if not guessed.any():
+            return
+        slots, chosen, counts = slots[guessed], chosen[guessed], counts[guessed]
+        hits = count_matches(chosen, self.guesses[slots], counts)
+        trials = np.minimum(np.minimum(hits + 1, counts), self.max_drafts)
+        self.acceptances.learn(slots, hits, trials)
+        if self.knows_confidence:
+            self.counters.calibrate(self.confidences[slots], hits, trials)
+
+    # ------------------------------------------------------------------------------------------------- what runs next
+
+    def propose(self, step: int, slots: Ids) -> tuple[Ids, Ids]:
+        """Rows of each sequence in the next step, int32 [n], and its drafts, int32 [n, D], counts[i] - 1 of them meant.
+
+        Never more than its end leaves room for, and none that its grammar refuses.
+        """
+        ones: Ids = np.ones(slots.size, np.int32)
+        confidences = self.acceptances.of(slots)
+        if not self.drafter or not self.schedule.looks(confidences[:, 0], step):
+            self.has_guess[slots] = False
+            return ones, self.guesses[slots]
+        num_tokens = self.batch.num_tokens[slots]
+        found, tokens, own = self.drafter.guess(slots, num_tokens, self._chooser(slots, num_tokens))
+        drafts = tokens[:, : self.max_drafts]
+        self.has_guess[slots], self.guesses[slots] = found, drafts
+        self.knows_confidence = own is not None
+        if own is not None:
+            self.confidences[slots] = own[:, : self.max_drafts]
+            confidences = self.confidences[slots].astype(np.float64)
+        room = self.limit[slots] - num_tokens - 1  # verifying k drafts may give k + 1 tokens
+        limits = np.where(found, np.minimum(room, self.max_drafts), 0)
+        counts = ones + self.schedule.choose(confidences, limits.astype(np.int64)).astype(np.int32)
+        constrained = self.sampler.constrained
+        if constrained:  # a draft that the grammar refuses would only cost a row
+            for i in [i for i, slot in enumerate(slots.tolist()) if slot in constrained and counts[i] > 1]:
+                counts[i] = 1 + self.sampler.fitting(int(slots[i]), drafts[i, : counts[i] - 1])
+        return counts, drafts
+
+    def _chooser(self, slots: Ids, num_tokens: Ids) -> Choose:
+        """Chooses draft after draft as the target will, with its settings and its noise."""
+        import torch
+
+        chosen: Ids = np.zeros((slots.size, 0), np.int32)
+
+        def choose(place: int, logits: Tensor) -> Tensor:
+            nonlocal chosen
+            tokens = self.sampler.draft(logits, slots, num_tokens + place, chosen[:, :place])
+            chosen = np.concatenate([chosen[:, :place], tokens[:, None].astype(np.int32)], axis=1)
+            return torch.from_numpy(tokens).to(logits.device)
+
+        return choose
