@@ -25,7 +25,7 @@ from flowinfer.engine.layout import DTYPE_BYTES, KVLayout
 from flowinfer.engine.models import load_model
 from flowinfer.engine.pool import KVPool
 from flowinfer.engine.staging import Staging
-from flowinfer.engine.step import StepInput
+from flowinfer.engine.step import Features, StepInput
 from flowinfer.errors import ModelError
 from flowinfer.message import (
     BlockRemoved,
@@ -257,9 +257,19 @@ class Engine:
         return logits
 
     def forward(
-        self, tokens: Ids, counts: Ids, kv_lens: Ids, tables: Ids, *, rows: str | None = "all"
+        self,
+        tokens: Ids,
+        counts: Ids,
+        kv_lens: Ids,
+        tables: Ids,
+        *,
+        rows: str | None = "all",
+        features: Features | None = None,
     ) -> torch.Tensor | None:
-        """One forward pass: flat int32 tokens [T], tokens a sequence [S], context with them [S], block table [S, N]."""
+        """One forward pass: flat int32 tokens [T], tokens a sequence [S], context with them [S], block table [S, N].
+
+        features, where given, takes what its layers give at each token.
+        """
         began = time.perf_counter()
         starts = query_starts(counts, len(tokens))
         if len(tokens) == len(counts):  # a plain decode step: nothing to spread
@@ -276,6 +286,7 @@ class Engine:
             kv_lens=kv_lens,
             block_tables=tables,
             logit_rows=torch.arange(len(tokens), device=device) if rows == "all" else None,
+            features=features,
         )
         with torch.inference_mode():
             logits = self.model.forward(step, self.kv)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -15,6 +15,24 @@ Int32s = npt.NDArray[np.int32]
 
 
 @dataclass(frozen=True, slots=True)
+class Features:
+    """Output of chosen layers for the rows of logits: what a draft head reads. A forward pass fills it in.
+
+    layers: from 0, in the order that the reader wants.  outputs: by layer [R, H] in the model's dtype, the residual
+    stream after that layer and before any final norm; where a model has several streams, their mean.
+    """
+
+    layers: tuple[int, ...]
+    outputs: dict[int, Tensor] = field(default_factory=dict)
+
+    def joined(self) -> Tensor:
+        """[R, layers * H]."""
+        import torch
+
+        return torch.cat([self.outputs[layer] for layer in self.layers], 1)
+
+
+@dataclass(frozen=True, slots=True)
 class StepInput:
     """T tokens of S sequences, laid end to end.
 
@@ -24,6 +42,7 @@ class StepInput:
     kv_lens       int32 [S], host: context length of each sequence, this step's tokens included
     block_tables  int32 [S, max_blocks], host: block ids of the arena, padded with any valid id
     logit_rows    int64 [R] on the model's device: rows of T whose logits are wanted; None skips the head
+    features      takes the output of some layers for the same rows; None: nobody asks
     """
 
     tokens: Tensor
@@ -32,6 +51,7 @@ class StepInput:
     kv_lens: Int32s
     block_tables: Int32s
     logit_rows: Tensor | None
+    features: Features | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -42,3 +62,12 @@ class StepInput:
     def num_sequences(self) -> int:
         """S."""
         return len(self.kv_lens)
+
+    def wants(self, layer: int) -> bool:
+        """Whether somebody asks for the output of this layer."""
+        return self.features is not None and layer in self.features.layers and self.logit_rows is not None
+
+    def give(self, layer: int, x_RH: Tensor) -> None:
+        """The output of a wanted layer, rows of logits only."""
+        assert self.features is not None, "only what is wanted is given"
+        self.features.outputs[layer] = x_RH

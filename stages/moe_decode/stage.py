@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 
 from flowinfer.engine.held import KV_EVENTS, Run
+from flowinfer.engine.step import Features
 from flowinfer.errors import RequestError
 from flowinfer.message import Event, HandOffRefused, Ids, KVRecall, Leave, Logits, Message, Proposal, Sequence
 from flowinfer.observe import metrics
@@ -450,13 +451,23 @@ class MoeDecode(Stage):
         kv_lens = (batch.num_tokens[slots] + counts - 1).astype(np.int32)
         width = -(-int(kv_lens.max()) // batch.block_tokens)
         logits: Tensor | None
-        if self.overlap is not None and len(tokens) == len(slots):
+        features, seconds = None, 0.0
+        if self.overlap is not None and len(tokens) == len(slots) and not batch.feature_layers:
             logits = self.overlap.graphs.logits(slots)
         else:
-            logits = self.engine.forward(tokens, counts, kv_lens, batch.blocks[slots, :width])
+            features = Features(batch.feature_layers) if batch.feature_layers else None
+            logits = self.engine.forward(tokens, counts, kv_lens, batch.blocks[slots, :width], features=features)
+            seconds = self.engine.last_step[2]
         self.ran[slots] = batch.version[slots]
         self.num_steps += 1
-        return Logits(step=self.num_steps, slots=slots, starts=self.query_starts(counts, len(tokens)), logits=logits)
+        return Logits(
+            step=self.num_steps,
+            slots=slots,
+            starts=self.query_starts(counts, len(tokens)),
+            logits=logits,
+            features=features and features.joined(),
+            seconds=seconds,
+        )
 
 
 _NONE: Ids = np.zeros(0, np.int32)

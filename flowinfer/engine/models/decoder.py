@@ -60,10 +60,21 @@ class Model:
         x_TH = F.embedding(step.tokens, self._embed_VH)
         for index, layer in enumerate(self._layers):
             x_TH = self._block(layer, x_TH, kv, index, plan, rope)
+            if step.wants(index):
+                step.give(index, x_TH[step.logit_rows])
         if step.logit_rows is None:
             return None
         x_RH = F.rms_norm(x_TH[step.logit_rows], (self.config.hidden_size,), self._norm_H, self.config.norm_eps)
         return self._logits(x_RH)
+
+    @property
+    def embedding(self) -> Tensor:
+        """[V, H] of the model's dtype."""
+        return self._embed_VH
+
+    def project(self, x_RH: Tensor) -> Tensor:
+        """Float32 logits [R, V] of rows that are normed already, by the output matrix alone; for draft heads."""
+        return self._logits(x_RH.to(self.dtype))
 
     def warmup(self) -> None:
         """Packs the head, which a worker that only prefills never needs; without this the first logits pay 50 ms."""

@@ -145,10 +145,14 @@ class FusedModel(Model):
                 delta = None
             else:
                 delta = self._dense(normed, ffn)
+            if step.wants(index):
+                step.give(index, _at(step.logit_rows, x, delta))
         assert step.logit_rows is not None, "a step without logits has returned from its last layer"
-        x = x[step.logit_rows] if delta is None else x[step.logit_rows] + delta[step.logit_rows]
-        _, normed = rms_norm(x, self._norm_H, eps)
-        return F.linear(normed, self.head_VH).float()
+        _, normed = rms_norm(_at(step.logit_rows, x, delta), self._norm_H, eps)
+        return self._logits(normed)
+
+    def _logits(self, x_RH: Tensor) -> Tensor:
+        return F.linear(x_RH, self.head_VH).float()
 
     def _paged(self, kv: Tensor) -> Tensor:
         """The arena as [blocks, layers, 2, K, block_tokens, D], which its bytes are, whatever its shape says."""
@@ -200,6 +204,11 @@ def attend_own(qk: Tensor, qkv: Tensor, heads: Heads, counts: tuple[int, ...]) -
         attended = F.scaled_dot_product_attention(q, key, value, is_causal=True, enable_gqa=n != k)
         outs.append(attended[0].transpose(0, 1).reshape(-1, n * d))
     return outs
+
+
+def _at(rows: Tensor | None, x: Tensor, delta: Tensor | None) -> Tensor:
+    """Rows of the residual stream, of which delta may not be added yet."""
+    return x[rows] if delta is None else x[rows] + delta[rows]
 
 
 def _blocks_of_tokens(step: StepInput, counts: Int32s, block_tokens: int) -> Int32s:

@@ -55,6 +55,15 @@ class V4Model:
         self._embed_VH, self._layers = embed_VH, layers
         self._head_hyper, self._norm_H, self._head = head_hyper, norm_H, head
 
+    @property
+    def embedding(self) -> Tensor:
+        """[V, H] of the model's dtype."""
+        return self._embed_VH
+
+    def project(self, x_RH: Tensor) -> Tensor:
+        """Float32 logits [R, V] of rows that are normed already, by the output matrix alone; for draft heads."""
+        return self._head(x_RH.to(self.dtype)).float()
+
     def warmup(self) -> None:
         """Nothing here is built on first use."""
 
@@ -64,8 +73,10 @@ class V4Model:
         plan = make_plan(step, config)
         sections = views(kv, config)
         x = F.embedding(step.tokens, self._embed_VH).unsqueeze(1).expand(-1, config.streams, -1)
-        for layer, own in zip(self._layers, sections, strict=True):
+        for index, (layer, own) in enumerate(zip(self._layers, sections, strict=True)):
             x = self._block(x, layer, own, plan, step.tokens)
+            if step.wants(index):
+                step.give(index, x[step.logit_rows].mean(1))
         if step.logit_rows is None:
             return None
         hyper = self._head_hyper
