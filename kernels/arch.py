@@ -37,6 +37,7 @@ TABLE: tuple[Needs, ...] = (
     Needs("experts", (8, 0), _FLOATS, "a loop over experts"),
     Needs("greedy", (8, 0), _FLOATS, "torch.max"),
     Needs("draw", (8, 0), _FLOATS, "sampling: a sort of each row, and a wait for the host"),
+    Needs("copy_blocks", (8, 0), ("bfloat16", "float32", "float16"), "a copy by the driver for each block"),
     Needs("grouped_mm", (9, 0), ("bfloat16",), "experts: the Triton product", triton=False, torch_op="_grouped_mm"),
 )
 BY_OP = {needs.op: needs for needs in TABLE}

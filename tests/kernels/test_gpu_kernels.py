@@ -16,6 +16,7 @@ from torch import Tensor
 from flowinfer.errors import KernelUnsupported
 from flowinfer.kernels import decode_attention as decode_module
 from flowinfer.kernels.activation import silu_mul, silu_mul_reference
+from flowinfer.kernels.copy_blocks import copy_blocks, copy_blocks_reference
 from flowinfer.kernels.decode_attention import DecodeBatch, Scratch, decode_attention, decode_attention_reference
 from flowinfer.kernels.draw import SlotSettings, advance_drawn, advance_drawn_reference
 from flowinfer.kernels.experts import bucket, experts, experts_reference, gather_gated, route, route_reference, weighted
@@ -301,3 +302,25 @@ def test_drawn_tokens_are_those_of_the_sampler(dtype: torch.dtype) -> None:
     advance_drawn_reference(logits.cpu(), slots, *state, settings)
     for got, want in zip(mine, (slots, *state), strict=True):
         assert torch.equal(got.cpu(), want)
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype"), [((3, 2, 4), torch.float32), ((5, 8), torch.bfloat16), ((4100,), torch.float32)]
+)
+def test_blocks_are_copied_to_where_they_belong_and_nothing_else_changes(
+    shape: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    target, source = random(6, *shape, dtype=dtype), random(9, *shape, dtype=dtype, seed=1)
+    ids = torch.tensor([[4, 8], [0, 0], [5, 3]], dtype=torch.int32)
+    expected = target.cpu().clone()
+    copy_blocks_reference(expected, source.cpu(), ids)
+    copy_blocks(target, source, ids.to(DEVICE), source[0].numel() * source.element_size())
+    assert torch.equal(target.cpu(), expected)
+
+
+@pytest.mark.parametrize("wrong", ["bytes", "strides", "ids"])
+def test_what_copy_blocks_cannot_copy_is_refused(wrong: str) -> None:
+    target = random(4, 16)[:, ::2] if wrong == "strides" else random(4, 8)
+    ids = torch.zeros(1, 2, dtype=torch.int64 if wrong == "ids" else torch.int32, device=DEVICE)
+    with pytest.raises(KernelUnsupported, match="copy_blocks takes"):
+        copy_blocks(target, random(4, 8), ids, 12 if wrong == "bytes" else 32)
