@@ -7,8 +7,9 @@ part, sequences that joined or went on elsewhere (all of their state), and block
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -23,6 +24,7 @@ from flowinfer.message import Ids
 
 if TYPE_CHECKING:
     from flowinfer.engine.batch import Batch
+    from flowinfer.engine.expert_load import ExpertLoad
     from flowinfer.engine.models.fused import FusedModel
 
 FINE, COARSE = 16, 32  # steps between batch sizes up to 128 rows, and above
@@ -50,7 +52,7 @@ class _Graph:
     greedy: torch.cuda.CUDAGraph  # best tokens
     draw: torch.cuda.CUDAGraph  # by each slot's settings
     logits: Tensor
-    counts: list[Tensor] = field(default_factory=list)
+    counts: Tensor | None = None  # int32 [expert layers, experts] of rows
 
 
 class DecodeGraphs:
@@ -80,6 +82,8 @@ class DecodeGraphs:
         self._synced = np.full(slots, -1, np.int64)  # version whose last token and length the device has
         self._num_blocks = np.zeros(slots, np.int32)  # entries of each block table that it has
         self._graphs: dict[int, _Graph] = {}
+        self.load: ExpertLoad | None = None  # where the rows of each expert are booked, a step or two late
+        self._loads: deque[tuple[Tensor, torch.cuda.Event]] = deque()
 
     def capture(self, progress: Callable[[int, int], None] | None = None) -> None:
         """Captures all batch sizes, the largest first: the others reuse its memory."""
@@ -103,6 +107,7 @@ class DecodeGraphs:
         """Starts a step over these slots: each runs its last token and gets its next one. Doesn't wait."""
         graph = self._prepare(slots)
         graph.model.replay()
+        self._send_load(graph)
         (graph.draw if self.batch.choices[0][slots].any() else graph.greedy).replay()
         ready = self._ready[self._turn % len(self._ready)]
         self._turn += 1
@@ -115,12 +120,25 @@ class DecodeGraphs:
         self.forget(slots)
         graph = self._prepare(slots)
         graph.model.replay()
+        self._send_load(graph)
         self.forget(slots)
         return graph.logits[: len(slots)].float()
 
     def experts_touched(self) -> list[int]:
         """Distinct experts that the last step used, by expert layer; empty for a dense model."""
-        return [int((counts > 0).sum()) for counts in self._graphs[self._size].counts]
+        counts = self._graphs[self._size].counts
+        touched: list[int] = [] if counts is None else (counts > 0).sum(1).tolist()
+        return touched
+
+    def _send_load(self, graph: _Graph) -> None:
+        """Starts the way of this step's expert rows to the host, and books those that have arrived. Doesn't wait."""
+        if graph.counts is None or self.load is None:
+            return
+        while self._loads and self._loads[0][1].query():
+            self.load.windows["decode"].add(self._loads.popleft()[0].numpy())
+        sent = torch.empty(graph.counts.shape, dtype=torch.int32, pin_memory=True)  # of torch's cache of pinned memory
+        sent.copy_(graph.counts, non_blocking=True)
+        self._loads.append((sent, self._event()))
 
     # ------------------------------------------------------------------------------------------------- state by slot
 
@@ -187,12 +205,13 @@ class DecodeGraphs:
         model, greedy, draw = (torch.cuda.CUDAGraph() for _ in range(3))
         with torch.cuda.graph(model, pool=self._pool):
             logits = self.model.decode(self.last, batch, self.kv, self._scratch, counts)
+            stacked = torch.stack(counts) if counts else None
         with torch.cuda.graph(greedy, pool=self._pool):
             self._advance_greedy(logits, size)
         with torch.cuda.graph(draw, pool=self._pool):
             self._advance_drawn(logits, size)
         self._sent = np.empty(0, np.int32)
-        return _Graph(model, greedy, draw, logits, counts)
+        return _Graph(model, greedy, draw, logits, stacked)
 
     def _advance_drawn(self, logits: Tensor, size: int) -> None:
         advance_drawn(logits, self._slots[:size], self.last, self.lengths, self._chosen[:size], self._settings)

@@ -20,6 +20,7 @@ from flowinfer.cache.keys import extend_chain
 from flowinfer.cache.policies.eviction import Eviction, make_eviction
 from flowinfer.engine import hub
 from flowinfer.engine.cost import StepTimeModel
+from flowinfer.engine.expert_load import ExpertLoad, Phase
 from flowinfer.engine.held import HeldKV, Run
 from flowinfer.engine.layout import DTYPE_BYTES, KVLayout
 from flowinfer.engine.models import load_model
@@ -76,6 +77,9 @@ class Engine:
             eviction=_eviction(ctx, arena.end_block - arena.first_block),
         )
         self._watch_pool()
+        load_LE = self.model.expert_load_LE
+        self.expert_load = None if load_LE is None else ExpertLoad(load_LE)
+        self._watch_experts()
         self.held: dict[str, HeldKV] = {}
         self.on_release: list[Callable[[str], None]] = []
         self.on_offer: list[Callable[[str], None]] = []  # told what is offered to another worker while it runs
@@ -101,6 +105,12 @@ class Engine:
         metrics.gauge("kv_blocks_free").set_function(lambda: pool.num_free)
         metrics.gauge("kv_cache_usage_ratio").set_function(lambda: 1 - pool.num_free / max(1, pool.num_blocks))
         metrics.gauge("prefix_cache_blocks").set_function(lambda: pool.num_cached)
+
+    def _watch_experts(self) -> None:
+        for phase, window in self.expert_load.windows.items() if self.expert_load else ():
+            for row, layer in enumerate(self.model.config.moe_layers):
+                gauge = metrics.gauge("expert_peak_ratio").labels(phase=phase, layer=str(layer))
+                gauge.set_function(lambda window=window, row=row: float(window.peaks()[row]))
 
     @classmethod
     def of(cls, ctx: Context, model: str, dtype: str) -> Engine:
@@ -251,7 +261,7 @@ class Engine:
             used = self.layout.blocks_for(int(kv_lens[i]))
             tables[i, :used] = run.held.blocks[:used]
         tokens = np.concatenate([run.tokens for run in runs])
-        logits = self.forward(tokens, counts, kv_lens, tables, rows=rows)
+        logits = self.forward(tokens, counts, kv_lens, tables, rows=rows, phase="prefill")
         for run, end in zip(runs, kv_lens.tolist(), strict=True):
             run.held.num_computed = end
         return logits
@@ -264,6 +274,7 @@ class Engine:
         tables: Ids,
         *,
         rows: str | None = "all",
+        phase: Phase = "decode",
         features: Features | None = None,
     ) -> torch.Tensor | None:
         """One forward pass: flat int32 tokens [T], tokens a sequence [S], context with them [S], block table [S, N].
@@ -292,6 +303,8 @@ class Engine:
             logits = self.model.forward(step, self.kv)
         if device.type == "cuda":
             torch.cuda.synchronize(device)  # the step budget is about the device's time, not about starting its work
+        if self.expert_load is not None:
+            self.expert_load.end_step(phase)
         self.last_step = (len(tokens), pairs, time.perf_counter() - began)
         self.busy_s += self.last_step[2]
         return logits
@@ -307,6 +320,7 @@ class Engine:
         from flowinfer.engine.decode_graphs import DecodeGraphs
 
         graphs = DecodeGraphs(self.model, self.kv, batch)
+        graphs.load = self.expert_load
         graphs.capture()
         return graphs
 

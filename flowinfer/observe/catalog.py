@@ -33,6 +33,7 @@ ROWS = (
     "Stages",
     "Prefix cache",
     "Speculation",
+    "Experts",
     "KV pool",
     "KV transfer",
     "Workers",
@@ -231,6 +232,21 @@ SPECULATION = (
     ),
 )
 
+EXPERTS = (
+    _gauge(
+        "expert_peak_ratio", "Rows of the busiest expert over the mean, last 100 steps.", "Experts", "phase", "layer"
+    ),
+    _gauge(
+        "expert_worker_peak_ratio",
+        "Load of the busiest worker over the mean, mean of all layers, last 100 steps, by where experts would lie.",
+        "Experts",
+        "stage",
+        "placement",
+    ),
+    _counter("expert_placements_total", "Times that experts were placed anew.", "Experts", "stage"),
+    _counter("expert_moves_total", "Copies of experts that such a placement moves.", "Experts", "stage"),
+)
+
 KV_POOL = (
     _gauge("kv_blocks", "Blocks that the worker owns.", "KV pool"),
     _gauge("kv_blocks_free", "Blocks free now.", "KV pool"),
@@ -259,7 +275,7 @@ WORKERS = (
 )
 
 CATALOG: tuple[Metric, ...] = (
-    TRAFFIC + LATENCY + EXPERIMENT + EDGES + STAGES + CACHE + SPECULATION + KV_POOL + TRANSFER + WORKERS
+    TRAFFIC + LATENCY + EXPERIMENT + EDGES + STAGES + CACHE + SPECULATION + EXPERTS + KV_POOL + TRANSFER + WORKERS
 )
 BY_NAME: dict[str, Metric] = {metric.name: metric for metric in CATALOG}
 

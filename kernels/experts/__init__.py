@@ -91,10 +91,12 @@ def experts(
     top: int,
     *,
     norm_topk: bool,
+    load_E: Tensor | None = None,
 ) -> Tensor:
     """The whole layer behind its router, for any T: residual_TH + experts(x_TH), written over residual_TH.
 
-    x [T, H] is normed already. All contiguous, one dtype. Raises KernelUnsupported where sizes don't fit.
+    x [T, H] is normed already. All contiguous, one dtype. load_E int32 [E], where given: the pairs of each expert are
+    added there. Raises KernelUnsupported where sizes don't fit.
     """
     from flowinfer.kernels.experts.triton import launch_sum
 
@@ -104,10 +106,12 @@ def experts(
         )
     ids, weights = route(logits_TE, top, norm_topk=norm_topk)
     if x_TH.shape[0] > MOST_ROWS and _grouped_mm_runs(x_TH):
-        return _by_grouped_mm(x_TH, ids, weights, gate_up_EOH, down_EHI, residual_TH)
+        return _by_grouped_mm(x_TH, ids, weights, gate_up_EOH, down_EHI, residual_TH, load_E)
     for first in range(0, x_TH.shape[0], MOST_ROWS):
         part = slice(first, first + MOST_ROWS)
         routing = bucket(ids[part], weights[part], gate_up_EOH.shape[0])
+        if load_E is not None:
+            load_E += routing.counts
         y = weighted(gather_gated(x_TH[part], gate_up_EOH, routing), down_EHI, routing)
         launch_sum(y, None, residual_TH[part], top)
     return residual_TH
@@ -120,7 +124,13 @@ def _grouped_mm_runs(x_TH: Tensor) -> bool:
 
 
 def _by_grouped_mm(
-    x_TH: Tensor, ids: Tensor, weights: Tensor, gate_up_EOH: Tensor, down_EHI: Tensor, residual_TH: Tensor
+    x_TH: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    gate_up_EOH: Tensor,
+    down_EHI: Tensor,
+    residual_TH: Tensor,
+    load_E: Tensor | None,
 ) -> Tensor:
     """Pairs sorted by expert, so that each expert's rows lie together; torch's CUTLASS product takes the bounds."""
     from flowinfer.kernels.activation import silu_mul
@@ -130,6 +140,8 @@ def _by_grouped_mm(
     chosen, order = ids.flatten().sort(stable=True)
     every = torch.arange(num_experts, dtype=torch.int32, device=ids.device)
     ends = torch.searchsorted(chosen, every, right=True, out_int32=True)
+    if load_E is not None:
+        load_E += torch.diff(ends, prepend=ends.new_zeros(1))
     rows = x_TH[order // top]
     h = silu_mul(torch._grouped_mm(rows, gate_up_EOH.transpose(1, 2), offs=ends))
     del rows

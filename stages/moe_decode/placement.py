@@ -60,9 +60,9 @@ def slots_for(num_experts: int, workers: int, replicas: int) -> int:
     return -(-(num_experts + replicas) // workers) * workers
 
 
-def plain(layers: int, num_experts: int, workers: int) -> Placement:
-    """No copies that equal slots don't force: experts in order, what is left over filled from the front."""
-    slots = slots_for(num_experts, workers, 0)
+def plain(layers: int, num_experts: int, workers: int, slots: int = 0) -> Placement:
+    """Experts in order, as many copies of each as there are slots for; 0: none that equal slots don't force."""
+    slots = slots or slots_for(num_experts, workers, 0)
     return Placement(np.tile(np.arange(slots) * num_experts // slots, (layers, 1)), workers)
 
 

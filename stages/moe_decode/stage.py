@@ -18,6 +18,7 @@ from flowinfer.errors import RequestError
 from flowinfer.message import Event, HandOffRefused, Ids, KVRecall, Leave, Logits, Message, Proposal, Sequence
 from flowinfer.observe import metrics
 from flowinfer.stage import Contract, ModelUse, Stage, StageConfig, setting
+from flowinfer.stages.moe_decode.experts import ExpertPlanner, Experts
 from flowinfer.stages.moe_decode.policy import blocks_short, youngest
 from flowinfer.units import Duration, TokenCount
 
@@ -45,6 +46,7 @@ class MoeDecode(Stage):
 
         max_tokens: longest sequence (prompt and output); default, the model's context.
         resume_budget: time a step may spend on computing preempted sequences again.
+        experts: where copies of hot experts would lie, among several workers. Planned and measured, not carried out.
         """
 
         model: str = setting("", change="cold")
@@ -52,6 +54,7 @@ class MoeDecode(Stage):
         max_batch: int = 64
         max_tokens: TokenCount | None = None
         resume_budget: Duration = setting(0.05, change="live")
+        experts: Experts = setting(Experts(), change="live")
 
         def contract(self) -> Contract:
             """Needs kv; shares its batch with spec-verify, so both run in one worker."""
@@ -94,6 +97,8 @@ class MoeDecode(Stage):
             ),
         )
         self.overlap: Overlap | None = self._overlap()
+        load = self.engine.expert_load
+        self.planner = ExpertPlanner(self.ctx, load.windows["decode"], self.config.experts) if load else None
         self.departures = Departures(self.ctx, self.engine)
         self.engine.on_lessee_lost.append(self._take_back)
         self.waiting: deque[Sequence] = deque()
@@ -109,6 +114,8 @@ class MoeDecode(Stage):
 
     def reconfigure(self, config: Config) -> None:
         """The budget is read at each step."""
+        if self.planner is not None:
+            self.planner.reconfigure(config.experts)
 
     def close(self) -> None:
         """Lets the lower tiers write what they have."""
@@ -126,6 +133,8 @@ class MoeDecode(Stage):
             self._receive(sequence)
         if self.departures.mode:
             self._depart()
+        if self.planner is not None:
+            self.planner.between_steps()
         slots, counts, tokens = self._proposed(proposals)
         resumed = self._resume()
         if not resumed:

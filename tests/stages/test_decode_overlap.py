@@ -49,7 +49,7 @@ class EagerGraphs(DecodeGraphs):
 
     def capture(self, progress: Any = None) -> None:
         for size in self.sizes:
-            graph = type("Graph", (), {"counts": [], "logits": None})()
+            graph = type("Graph", (), {"counts": None, "logits": None})()
             graph.model = Replay(lambda graph=graph, size=size: self._run(graph, size))
             graph.greedy = Replay(lambda graph=graph, size=size: self._choose(graph, size))
             graph.draw = Replay(lambda graph=graph, size=size: self._draw(graph, size))

@@ -71,6 +71,11 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
         return self.num_experts > 0 and layer not in self.dense_layers
 
     @property
+    def moe_layers(self) -> tuple[int, ...]:
+        """Layers whose feed-forward part is a router over experts."""
+        return tuple(layer for layer in range(self.num_layers) if self.is_moe(layer))
+
+    @property
     def num_params(self) -> int:
         """Weights, tied embeddings counted once; norms and biases are left out (under 0.1 %)."""
         embeddings = self.vocab_size * self.hidden_size * (1 if self.tied_embeddings else 2)

@@ -141,7 +141,10 @@ class FusedModel(Model):
             ffn = self._ffn[index]
             if isinstance(ffn, StackedExperts):
                 logits = F.linear(normed, *_plain(ffn.router))
-                x = experts(normed, logits, ffn.gate_up_EOH, ffn.down_EHI, x, ffn.per_token, norm_topk=ffn.norm_topk)
+                x = experts(
+                    normed, logits, ffn.gate_up_EOH, ffn.down_EHI, x, ffn.per_token, norm_topk=ffn.norm_topk,
+                    load_E=ffn.load_E,
+                )  # fmt: skip
                 delta = None
             else:
                 delta = self._dense(normed, ffn)

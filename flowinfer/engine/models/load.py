@@ -13,7 +13,7 @@ from flowinfer.engine.models.config import ModelConfig, read_config
 from flowinfer.engine.models.decoder import Layer, Model
 from flowinfer.engine.models.deepseek_v4.config import V4Config
 from flowinfer.engine.models.linear import Projection, make_linear
-from flowinfer.engine.models.moe import ExpertFFN, GatedFFN, StackedExperts
+from flowinfer.engine.models.moe import ExpertFFN, GatedFFN, StackedExperts, zero_load
 from flowinfer.engine.models.named import RandomWeights, wants_random
 from flowinfer.engine.models.rope import Rope
 from flowinfer.engine.weights import Weights
@@ -51,8 +51,14 @@ class _Loader:
         self.config = config
         self.weights = weights
         self.fused = _can_fuse(weights.device, weights.dtype)
+        self.load_LE = zero_load(config, weights.device)
 
     def model(self, progress: Progress | None) -> Model:
+        model = self._built(progress)
+        model.expert_load_LE = self.load_LE
+        return model
+
+    def _built(self, progress: Progress | None) -> Model:
         config, weights = self.config, self.weights
         shape = (config.vocab_size, config.hidden_size)
         embed_VH = self._own(weights.take("model.embed_tokens.weight", shape))
@@ -79,7 +85,7 @@ class _Loader:
             qk_norm_D=self._qk_norm(f"{name}self_attn.") if config.family.qk_norm else None,
             out=self._linear([f"{name}self_attn.o_proj"], config.num_heads * config.head_dim, config.hidden_size),
             post_norm_H=self._vector(f"{name}post_attention_layernorm.weight", config.hidden_size),
-            ffn=self._experts(name) if config.is_moe(index) else self._dense(f"{name}mlp."),
+            ffn=self._experts(name, index) if config.is_moe(index) else self._dense(f"{name}mlp."),
         )
 
     def _qkv(self, name: str) -> Projection:
@@ -96,17 +102,20 @@ class _Loader:
     def _dense(self, name: str) -> GatedFFN:
         return self._ffn(name, ("gate_proj", "up_proj", "down_proj"), self.config.intermediate_size)
 
-    def _experts(self, name: str) -> ExpertFFN | StackedExperts:
+    def _experts(self, name: str, index: int) -> ExpertFFN | StackedExperts:
         config = self.config
+        load_E = None if self.load_LE is None else self.load_LE[config.moe_layers.index(index)]
         mixtral = config.family.moe == "mixtral"
         block = f"{name}block_sparse_moe." if mixtral else f"{name}mlp."
         parts = ("w1", "w3", "w2") if mixtral else ("gate_proj", "up_proj", "down_proj")
         router = self._linear([f"{block}gate"], config.hidden_size, config.num_experts)
         if self.fused:
             weights = self._stacked(f"{block}experts.", parts)
-            return StackedExperts(router, *weights, per_token=config.experts_per_token, norm_topk=config.norm_topk)
+            return StackedExperts(
+                router, *weights, per_token=config.experts_per_token, norm_topk=config.norm_topk, load_E=load_E
+            )
         experts = [self._ffn(f"{block}experts.{i}.", parts, config.expert_size) for i in range(config.num_experts)]
-        return ExpertFFN(router, experts, per_token=config.experts_per_token, norm_topk=config.norm_topk)
+        return ExpertFFN(router, experts, per_token=config.experts_per_token, norm_topk=config.norm_topk, load_E=load_E)
 
     def _stacked(self, name: str, parts: tuple[str, str, str]) -> tuple[Tensor, Tensor]:
         """gate and up [E, 2 I, H], down [E, H, I]; each tensor goes straight to its place."""

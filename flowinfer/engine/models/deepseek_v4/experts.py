@@ -26,7 +26,10 @@ class Expert:
 
 @dataclass(frozen=True, slots=True)
 class Experts:
-    """bias_E moves the choice only; chosen_VK, where set, is the whole choice (a table by token id)."""
+    """bias_E moves the choice only; chosen_VK, where set, is the whole choice (a table by token id).
+
+    load_E int32 [E], where given: the rows that each routed expert got are added there.
+    """
 
     gate_EH: Tensor
     bias_E: Tensor | None
@@ -35,16 +38,18 @@ class Experts:
     shared: Expert
     per_token: int
     scale: float
+    load_E: Tensor | None = None
 
     def __call__(self, x_TH: Tensor, tokens_T: Tensor) -> Tensor:
         weights_TK, experts_TK = self._route(x_TH, tokens_T)
         out = torch.zeros_like(x_TH)
         order = experts_TK.flatten().argsort(stable=True)
         rows, weights = order // self.per_token, weights_TK.flatten()[order].unsqueeze(-1)
+        counts = torch.bincount(experts_TK.flatten(), minlength=len(self.routed))
+        if self.load_E is not None:
+            self.load_E.add_(counts)
         start = 0
-        for expert, count in zip(
-            self.routed, torch.bincount(experts_TK.flatten(), minlength=len(self.routed)).tolist(), strict=True
-        ):
+        for expert, count in zip(self.routed, counts.tolist(), strict=True):
             if count:
                 part = slice(start, start + count)
                 out.index_add_(0, rows[part], (expert(x_TH[rows[part]]) * weights[part]).to(out.dtype))

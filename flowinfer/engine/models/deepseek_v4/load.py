@@ -16,6 +16,7 @@ from flowinfer.engine.models.deepseek_v4.model import Hyper, Layer, V4Model
 from flowinfer.engine.models.deepseek_v4.ops import frequencies
 from flowinfer.engine.models.deepseek_v4.quant import dequantize
 from flowinfer.engine.models.linear import Projection, make_linear
+from flowinfer.engine.models.moe import zero_load
 from flowinfer.engine.weights import Weights
 from flowinfer.errors import ModelError
 
@@ -34,6 +35,7 @@ class _Loader:
         self.weights = weights
         self.main = frequencies(config.main_rope, config.rope_dim).to(weights.device)
         self.wide = frequencies(config.compress_rope, config.rope_dim).to(weights.device)
+        self.load_LE = zero_load(config, weights.device)
 
     def model(self, progress: Callable[[int, int], None] | None) -> V4Model:
         config, hidden = self.config, self.config.hidden_size
@@ -50,7 +52,9 @@ class _Loader:
         collapse = Hyper(*(self.exact(name, shape) for name, shape in zip(hyper, shapes, strict=True)))
         norm = self.exact("norm.weight", (hidden,))
         self.weights.finish(ignore=("head.weight",) if config.tied_embeddings else (), skip=_IGNORED)
-        return V4Model(config, embed, layers, collapse, norm, make_linear(head))
+        model = V4Model(config, embed, layers, collapse, norm, make_linear(head))
+        model.expert_load_LE = self.load_LE
+        return model
 
     def layer(self, index: int) -> Layer:
         hidden, name = self.config.hidden_size, f"layers.{index}."
@@ -123,6 +127,7 @@ class _Loader:
             shared=self.expert(f"{name}shared_experts."),
             per_token=c.experts_per_token,
             scale=c.routed_scale,
+            load_E=None if self.load_LE is None else self.load_LE[index],
         )
 
     def expert(self, name: str) -> Expert:

@@ -52,6 +52,7 @@ class V4Model:
         self.config = config
         self.dtype = embed_VH.dtype
         self.device = embed_VH.device
+        self.expert_load_LE: Tensor | None = None  # what its expert layers add to
         self._embed_VH, self._layers = embed_VH, layers
         self._head_hyper, self._norm_H, self._head = head_hyper, norm_H, head
 
