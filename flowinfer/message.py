@@ -176,7 +176,10 @@ class TokenLogprob(msgspec.Struct, array_like=True):
 
 
 class KVHandle(msgspec.Struct, array_like=True, kw_only=True):
-    """Where the KV of a sequence lies: int32 block ids in the arena of `layout`, owned by `owner` at `generation`."""
+    """Where the KV of a sequence lies: int32 block ids in the arena of `layout`, owned by `owner` at `generation`.
+
+    ways: transports by which another worker can have it, best first.  computed_at: by the host's monotonic clock.
+    """
 
     layout: str
     owner: str
@@ -184,7 +187,8 @@ class KVHandle(msgspec.Struct, array_like=True, kw_only=True):
     blocks: Ids
     num_tokens: int  # tokens whose KV is computed: the prompt less its last one
     cached_tokens: int = 0  # of those, how many were reused
-    transport: str = "local"  # local | shm | tcp
+    ways: list[str] = []
+    computed_at: float = 0.0
 
 
 class Sequence(Prompt):
@@ -593,8 +597,8 @@ class KVOffer(Event):
 class KVFetch(Event):
     """Asks the owner to push the KV of request `id` as it is computed: block i over blocks[i] of the taker's pool.
 
-    blocks[i] is -1 where the taker has it.  ticket: names this transfer in the life of the taker.  address: of the
-    taker's pool, as its half of the transport says it.
+    first: the taker has those before.  ticket: names this transfer, among all of the service.  address: of the taker's
+    pool, as its half of the transport says it.
     """
 
     id: str
@@ -603,6 +607,7 @@ class KVFetch(Event):
     ticket: int
     transport: str
     blocks: Ids
+    first: int = 0
     address: bytes = b""
 
 

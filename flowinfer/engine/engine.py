@@ -33,7 +33,6 @@ from flowinfer.message import (
     BlockStored,
     Event,
     Ids,
-    KVData,
     KVFetch,
     KVHandle,
     KVPin,
@@ -48,7 +47,7 @@ from flowinfer.message import (
 )
 from flowinfer.observe import metrics
 from flowinfer.stage import Arena, Context
-from flowinfer.transfer.check import check_of
+from flowinfer.transfer.outgoing import Outgoing
 
 if TYPE_CHECKING:
     from flowinfer.engine.batch import Batch
@@ -81,6 +80,7 @@ class Engine:
         self.expert_load = None if load_LE is None else ExpertLoad(load_LE)
         self._watch_experts()
         self.held: dict[str, HeldKV] = {}
+        self.outgoing = Outgoing(self)
         self.on_release: list[Callable[[str], None]] = []
         self.on_offer: list[Callable[[str], None]] = []  # told what is offered to another worker while it runs
         self.on_lessee_lost: list[Callable[[str], bool]] = []  # True: somebody here goes on with the request
@@ -157,6 +157,7 @@ class Engine:
         """Describes what the request holds for the worker that decodes it; another worker than this one leases it."""
         held = self.held[id]
         held.lessee = lessee if lessee != self.ctx.worker else None
+        self.outgoing.lend(held)
         return self.describe(held)
 
     def describe(self, held: HeldKV) -> KVHandle:
@@ -168,7 +169,8 @@ class Engine:
             blocks=np.array(held.blocks, np.int32),
             num_tokens=held.num_computed,
             cached_tokens=held.cached_tokens,
-            transport="local" if held.lessee is None else "shm" if self.shares_memory else "tcp",
+            ways=self.outgoing.ways if held.lessee is not None else [],
+            computed_at=self.ctx.clock.now(),
         )
 
     def adopt(self, prompt: Prompt, handle: KVHandle, *, blocks: list[int], leased: bool) -> HeldKV:
@@ -197,6 +199,7 @@ class Engine:
         if held is None or held.lessee is not None:
             return
         commits = self.commit(held, history) if history is not None else []
+        self.outgoing.cancel(id)
         del self.held[id]
         self.pool.release(held.own_blocks)
         if held.owner is not None:
@@ -339,7 +342,7 @@ class Engine:
             case KVUnpin():
                 self._unpin(event.reader, event.id)
             case KVFetch():
-                self._push(event)
+                self.outgoing.fetch(event)
             case WorkerDown():
                 self._on_down(event)
             case LeaseQuery() if leases := self.leases_of(event.owner):
@@ -381,10 +384,17 @@ class Engine:
         held.num_computed += len(source) * self.layout.block_tokens
         held.cached_tokens = held.num_computed
 
+    def bytes_of(self, block: int) -> NDArray[np.uint8]:
+        """The bytes of a block: on a CPU its memory itself, else a copy."""
+        data: NDArray[np.uint8] = self.kv[block].view(torch.uint8).flatten().cpu().numpy()
+        return data
+
     def write_block(self, block: int, data: NDArray[np.uint8]) -> None:
-        """Fills a block of ours with the bytes of a KVData."""
-        flat = torch.from_numpy(data.copy() if not data.flags.writeable else data).view(self.kv.dtype)
-        self.kv[block].view(-1).copy_(flat)
+        """Fills a block of ours with bytes as the layout says, by one copy."""
+        if self.kv.device.type == "cpu":
+            self.bytes_of(block)[:] = data
+        else:
+            self.kv[block].view(torch.uint8).flatten().copy_(torch.from_numpy(data.copy()))
 
     def _on_release(self, event: KVRelease) -> None:
         held = self.held.get(event.id)
@@ -407,16 +417,6 @@ class Engine:
     def _unpin(self, reader: str, id: str) -> None:
         self.pool.release(self._pins.pop((reader, id), []))
 
-    def _push(self, event: KVFetch) -> None:
-        held = self.held.get(event.id)
-        if held is None:
-            return
-        for index, block in enumerate(held.blocks[: self.layout.blocks_for(held.num_computed)]):
-            data = self.kv[block].contiguous().view(torch.uint8).flatten().cpu().numpy()
-            digest, check = self.layout.digest, check_of(data)
-            pushed = KVData(id=event.id, ticket=event.ticket, index=index, layout=digest, data=data, check=check)
-            self.ctx.send(pushed, to=event.to)
-
     def _on_up(self, event: WorkerUp) -> None:
         for release in self._down.pop(event.worker, ()):
             self.ctx.send(release, to=event.worker)
@@ -426,6 +426,7 @@ class Engine:
 
     def _on_down(self, event: WorkerDown) -> None:
         self._down.setdefault(event.worker, [])
+        self.outgoing.lost(event.worker)
         for reader, id in [pin for pin in self._pins if pin[0] == event.worker]:
             self._unpin(reader, id)
         for held in [held for held in self.held.values() if held.lessee == event.worker]:

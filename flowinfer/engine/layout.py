@@ -69,6 +69,10 @@ class KVLayout(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         """Blocks that hold num_tokens tokens."""
         return -(-num_tokens // self.block_tokens)
 
+    def traits(self) -> dict[str, str]:
+        """What two ends must have alike, to name where they don't."""
+        return {name: str(value) for name, value in self.describe().items() if name != "sections"}
+
     def describe(self) -> dict[str, Any]:
         """For messages that print two layouts side by side."""
         return msgspec.structs.asdict(self)

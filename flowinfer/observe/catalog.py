@@ -263,7 +263,15 @@ KV_POOL = (
 TRANSFER = (
     _counter("transfer_bytes_total", "KV bytes moved between workers.", "KV transfer", "transport", unit="bytes"),
     _seconds("transfer_seconds", "Duration of one KV hand-over.", "KV transfer", STEP_BUCKETS, "transport"),
+    _seconds(
+        "transfer_exposed_seconds",
+        "What decode waited for KV after prefill had ended.",
+        "KV transfer",
+        STEP_BUCKETS,
+        "transport",
+    ),
     _counter("transfer_failures_total", "KV hand-overs that failed.", "KV transfer", "reason"),
+    _counter("transfer_refused_blocks_total", "KV blocks that came late or twice.", "KV transfer", "reason"),
 )
 
 WORKERS = (

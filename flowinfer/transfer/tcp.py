@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-import torch
-
 from flowinfer.message import KVData, KVPushed
 from flowinfer.transfer.check import check_of
 from flowinfer.transfer.transport import DamagedBlock, Push, Stopped, Written
@@ -30,7 +28,7 @@ class TcpSender:
     def push(self, push: Push, first: int, sources: Sequence[int], *, last: bool) -> None:
         layout = self.engine.layout.digest
         for index, block in enumerate(sources, first):
-            data = self.engine.kv[block].view(torch.uint8).flatten().cpu().numpy()
+            data = self.engine.bytes_of(block)
             frame = KVData(id=push.id, ticket=push.ticket, index=index, layout=layout, data=data, check=check_of(data))
             self.engine.ctx.send(frame, to=push.to)
 

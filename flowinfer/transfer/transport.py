@@ -12,8 +12,8 @@ transports push: the owner writes, the taker never reads. What all of them share
    pushed is final: it isn't written again before the request is released.
 4. Blocks land. The taker checks each; when the last one is in place it sends KVRelease, and decode may begin.
 
-A ticket names one transfer in the life of a taker; it comes back with all that belongs to the transfer, and what comes
-with another one is refused and counted. So a request may be tried again while the blocks of a first try are under way.
+A ticket names one transfer among all of the service; it comes back with all that belongs to the transfer, and what
+comes with another is refused and counted. So a request may be tried again while blocks of a first try are under way.
 
 To add a transport, write a module with two functions, `make_sender(engine) -> Sender` and
 `make_receiver(engine) -> Receiver`, and enter it in `flowinfer.graph.transports`; `tcp` is an example. Both halves live

@@ -210,7 +210,9 @@ class Prefill(Stage):
 
     def _start(self, prompt: Prompt) -> Iterable[Sequence]:
         self.prompts[prompt.id] = prompt
-        held = self.engine.held[prompt.id]
+        held, lessee = self.engine.held[prompt.id], self.lessee[prompt.id]
+        if lessee != self.ctx.worker:
+            self.engine.outgoing.offer(prompt, len(prompt.history) - 1, lessee)
         reuses = prompt.sampling.prompt_logprobs is None
         if reuses and (self._pin_elsewhere(prompt, held) or self._restore(prompt, held)):
             return
@@ -299,7 +301,11 @@ class Prefill(Stage):
             self.scores.run(run, self.prompts[run.held.id])
         for run in runs:
             self.engine.commit(run.held, self.prompts[run.held.id].history)
-        return [chunk.id for chunk in chunks if self.scheduler.advance(chunk.id, chunk.count)]
+        done = [chunk.id for chunk in chunks if self.scheduler.advance(chunk.id, chunk.count)]
+        for run in runs:
+            if run.held.id not in done:  # whose last blocks go with the hand-over
+                self.engine.outgoing.advance(run.held)
+        return done
 
     def _is_scored(self, run: Run) -> bool:
         return self.prompts[run.held.id].sampling.prompt_logprobs is not None

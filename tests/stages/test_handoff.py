@@ -11,8 +11,8 @@ import pytest
 from cluster import Cluster, prompt
 from decode_loop import save_random_llama
 
-from flowinfer.message import Finish, KVData, Prompt, Sequence
-from flowinfer.transfer.receiver import FrameReceiver
+from flowinfer.message import Finish, KVData, Prompt
+from flowinfer.transfer.tcp import TcpReceiver
 
 VOCAB, CONTEXT = 96, 512
 
@@ -127,16 +127,16 @@ def test_a_prefill_worker_goes_while_what_it_computed_is_still_decoded(start: An
 def test_blocks_that_are_damaged_on_their_way_are_computed_here(
     start: Any, expected: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch, every: int
 ) -> None:
-    receive, seen = FrameReceiver.receive, [0]
+    land, seen = TcpReceiver.land, [0]
 
-    def damaged(self: FrameReceiver, data: KVData) -> Sequence | None:
+    def damaged(self: TcpReceiver, data: KVData, targets: list[int]) -> Any:
         seen[0] += 1
         if seen[0] % every == 0:
             data.data = data.data.copy()
             data.data[seen[0] * 997 % len(data.data)] ^= 1 << seen[0] % 8
-        return receive(self, data)
+        return land(self, data, targets)
 
-    monkeypatch.setattr(FrameReceiver, "receive", damaged)
+    monkeypatch.setattr(TcpReceiver, "land", damaged)
     cluster: Cluster = start(shared=False)
     cluster.send(*prompts())
     assert cluster.finish(expected) == expected and seen[0] >= every

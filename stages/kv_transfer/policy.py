@@ -1,0 +1,22 @@
+"""Decides by which transports a sequence may come, and whether both ends mean the same by a block. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from flowinfer.graph.transports import AUTO, TRANSPORTS
+
+
+def ways_of(wanted: str, offered: Sequence[str]) -> list[str]:
+    """Of the ways that the owner offers, best first, those that the setting `transport` allows; [] for none."""
+    if wanted != AUTO:
+        return [wanted] if wanted in offered else []
+    return [name for name in offered if name in TRANSPORTS and not TRANSPORTS[name].by_name]
+
+
+def disagreement(owner: str, theirs: Mapping[str, str], taker: str, mine: Mapping[str, str]) -> str:
+    """How the layouts of two workers differ, naming both ends."""
+    names = [name for name in mine | theirs if theirs.get(name) != mine.get(name)]
+    here = ", ".join(f"{name} {mine.get(name, '?')}" for name in names)
+    there = ", ".join(f"{name} {theirs.get(name, '?')}" for name in names)
+    return f"{owner} computes keys and values with {there or 'another layout'}, and {taker} reads them with {here}."
