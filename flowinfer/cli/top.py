@@ -103,6 +103,7 @@ def head(snapshot: Snapshot) -> str:
         f"cached {_percent(snapshot.cached)}",
         f"drafts accepted {_percent(snapshot.accepted)}",
     ]
+    parts += [f"busiest expert {snapshot.experts:.1f}× the mean"] if snapshot.experts else []
     parts += [f"{snapshot.failed:.1f} failed/s"] if snapshot.failed else []
     parts += [f"busiest: {busiest(snapshot.stages)}"] if busiest(snapshot.stages) else []
     return " · ".join(parts)

@@ -82,7 +82,10 @@ class WorkerRow(msgspec.Struct):
 
 
 class Snapshot(msgspec.Struct):
-    """What flowed between two readings. Rates are a second; ttft_s and itl_s are means of that time."""
+    """What flowed between two readings. Rates are a second; ttft_s and itl_s are means of that time.
+
+    experts: rows of the busiest expert over the mean expert's while decoding, mean of all layers; None without any.
+    """
 
     seconds: float
     running: float
@@ -94,6 +97,7 @@ class Snapshot(msgspec.Struct):
     itl_s: float | None
     accepted: float | None
     cached: float | None
+    experts: float | None
     late: float
     edges: list[EdgeRow]
     stages: list[StageRow]
@@ -138,6 +142,11 @@ class _Between:
         below = self.grown(under, **labels)
         return self.grown(top, **labels) / below if below else None
 
+    def mean_level(self, name: str, **labels: str) -> float | None:
+        """Of a gauge that is 0 where there was nothing to measure."""
+        found = [value for value in self.after.values(name, **labels).values() if value]
+        return sum(found) / len(found) if found else None
+
     def snapshot(self) -> Snapshot:
         level = self.after.total
         return Snapshot(
@@ -151,6 +160,7 @@ class _Between:
             self.share("inter_token_latency_seconds_sum", "inter_token_latency_seconds_count"),
             self.share("spec_accepted_tokens_total", "spec_draft_tokens_total"),
             self.share("prefix_cache_hits_tokens_total", "prefix_cache_queries_tokens_total"),
+            self.mean_level("expert_peak_ratio", phase="decode"),
             self.rate("refused_late_frames_total"),
             self.edges(),
             [self.stage(name) for name in self.after.label_values("stage_busy_seconds_total", "stage")],

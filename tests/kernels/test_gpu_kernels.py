@@ -246,7 +246,9 @@ def test_experts(tokens: int, num: int, top: int, dtype: torch.dtype) -> None:
         pairs = (want_ids.flatten() == e).nonzero().flatten().int()
         assert torch.equal(routing.pairs[e, : int(routing.counts[e])].cpu(), pairs)
     want = experts_reference(wide(x)[0], want_ids, want_weights, *wide(gate_up, down, residual))
-    near(experts(x, logits, gate_up, down, residual.clone(), top, norm_topk=True), want, dtype)
+    load = torch.full((num,), 3, dtype=torch.int32, device=x.device)
+    near(experts(x, logits, gate_up, down, residual.clone(), top, norm_topk=True, load_E=load), want, dtype)
+    assert torch.equal(load.cpu() - 3, want_ids.flatten().long().bincount(minlength=num).int())
     norm = random(hidden, dtype=dtype, seed=7)
     normed = rms_norm_reference(*wide(x, norm), EPS)[1]
     want = experts_reference(normed, want_ids, want_weights, *wide(gate_up, down, residual))

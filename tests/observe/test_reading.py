@@ -52,6 +52,15 @@ def test_rates_are_those_of_the_time_between() -> None:
     assert (now.stages[0].tokens, now.stages[0].memory) == (25.0, 3e8)
 
 
+def test_expert_load_is_the_mean_of_layers_that_decoded() -> None:
+    ratio = "flowinfer:expert_peak_ratio"
+    layers = [(ratio, {"phase": "decode", "layer": str(i)}, value) for i, value in enumerate((3.0, 2.0, 0.0))]
+    experts = render({"decode.0": [*layers, (ratio, {"phase": "prefill", "layer": "0"}, 9.0)]}, vllm_model="m").decode()
+    assert between(parse(experts, 1.0), parse(experts, 2.0)).experts == 2.5
+    dense = page(1, 1.0)
+    assert between(parse(dense, 1.0), parse(dense, 2.0)).experts is None
+
+
 def test_waits_are_quantiles_of_the_time_between_within_a_bucket() -> None:
     """Against the exact quantile; what was waited before the first reading doesn't count."""
     rng, waits = random.Random(1), Waits()
