@@ -90,6 +90,19 @@ class Conflict:
 
 
 @dataclass(frozen=True)
+class Fit:
+    """A setting of this stage that must suit the model of the stages of another kind.
+
+    check takes the model as the file names it and gives what is wrong and what would do, or None. It is called at check
+    time: it imports no torch and fetches nothing.
+    """
+
+    setting: str  # of this stage, as in "draft"
+    kind: str  # of the other stage
+    check: Callable[[str], tuple[str, str] | None]
+
+
+@dataclass(frozen=True)
 class Contract:
     """What a stage asks of a graph. The checker reads it without opening anything.
 
@@ -98,6 +111,7 @@ class Contract:
     units: unit of credit by input port where it isn't messages.  beside: kinds that must run in the same worker.
     reserves: the stage takes credit of its output edge with `ctx.reserve` before it works on a message.
     reads: kinds whose settings the stage takes by `ctx.settings_of`, so that an arm with others needs one of its own.
+    on_gpu: what a person should know of these settings where the stage runs on a GPU; `check` says it.
     """
 
     needs: Mapping[str, frozenset[str]] = field(default_factory=dict)
@@ -110,6 +124,8 @@ class Contract:
     reserves: bool = False
     reads: frozenset[str] = frozenset()
     conflicts: tuple[Conflict, ...] = ()
+    fits: tuple[Fit, ...] = ()
+    on_gpu: str = ""
 
 
 @dataclass(frozen=True)
@@ -228,6 +244,13 @@ class Context(Protocol):
 
     def settings_of(self, kind: str) -> list[dict[str, Any]]:
         """The settings of the graph's stages of this kind, as JSON values, for what is written once for several."""
+
+    def still_closing(self, doing: str, since: float) -> bool:
+        """For `close`, while it does what may take long: says so, and whether there is time left.
+
+        Ask several times a second. since: when it began, by the clock. A worker that stops has serve.stop_timeout for
+        all of its stages; where a change replaces stages and the worker goes on, each has three seconds.
+        """
 
     def arena(self, layout: KVLayout) -> Arena:
         """The block memory that the plan set aside for this worker and layout."""

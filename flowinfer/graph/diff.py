@@ -297,10 +297,11 @@ class _Comparison:
             if was != now:
                 how = "the listening socket is opened once; start the service anew"
                 yield Change(path=f"serve.{key}", before=was, after=now, kind="refused", how=how)
-        for key, name in (("drain_timeout", "drain_timeout_s"), ("drain", "drain")):
+        used = (("drain_timeout", "drain_timeout_s", "drain"), ("drain", "drain", "drain"))
+        for key, name, by in (*used, ("stop_timeout", "stop_timeout_s", "stop")):
             was, now = getattr(self.old.serve, name), getattr(self.new.serve, name)
             if was != now:
-                yield Change(path=f"serve.{key}", before=was, after=now, kind="live", how="used by the next drain")
+                yield Change(path=f"serve.{key}", before=was, after=now, kind="live", how=f"used by the next {by}")
         was, now = self.old.serve.log_level, self.new.serve.log_level
         if was != now:
             yield Change(path="serve.log_level", before=was, after=now, kind="live", how=LOGGED)

@@ -78,6 +78,7 @@ class ServePlan(msgspec.Struct, frozen=True, kw_only=True):
     max_requests: int = 256
     request_timeout_s: float = 600.0
     drain_timeout_s: float = 30.0
+    stop_timeout_s: float = 30.0
     drain: str = ""  # of a change, as flowinfer.spec.drain reads it
     log_level: str = "info"  # of workers that name none
     tls: bool = False  # the front serves HTTPS

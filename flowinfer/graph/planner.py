@@ -221,6 +221,7 @@ def _serve(document: Document) -> ServePlan:
         max_requests=serve.max_requests,
         request_timeout_s=serve.request_timeout,
         drain_timeout_s=serve.drain_timeout,
+        stop_timeout_s=serve.stop_timeout,
         drain=serve.drain,
         log_level=serve.log_level,
         tls=serve.tls is not None,

@@ -44,6 +44,7 @@ class Child:
     started_at: float = 0.0
     ready_at: float = 0.0
     beat_at: float = 0.0
+    closing_at: float = 0.0  # when it last said that it needs time to close
     restart_at: float = 0.0
     backoff_s: float = FIRST_BACKOFF_S
     drained: bool = False
@@ -72,7 +73,7 @@ class Child:
             env=os.environ | settings,
             process_group=0,  # Ctrl-C in the terminal is for the supervisor alone
         )
-        self.state, self.started_at, self.opening = "starting", now, ""
+        self.state, self.started_at, self.opening, self.closing_at = "starting", now, "", 0.0
         self.epoch = boot.plan.epoch
         self.leases, self.lease_answers = {}, set()
         stdin = process.stdin

@@ -116,5 +116,8 @@ class StageContext:
         other = "a" if self.run.plan.arm == "b" else "b"
         return [stage.config for stage in stages if stage.arm != other]
 
+    def still_closing(self, doing: str, since: float) -> bool:
+        return self._group.still_closing(doing, since)
+
     def arena(self, layout: KVLayout) -> Arena:
         return self._group.host.arena(layout)

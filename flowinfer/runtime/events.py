@@ -34,6 +34,12 @@ class Stop(Event):
     """Close the stages and exit."""
 
 
+class Closing(Event):
+    """The worker is closing its stages and still needs time for `doing`; comes anew while that lasts."""
+
+    doing: str
+
+
 class Probe(Event):
     """The message that this producer sent last on the edge was made at `began`, seconds of the host's clock."""
 

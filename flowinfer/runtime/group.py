@@ -44,6 +44,7 @@ from flowinfer.stage import Arena, Clock
 log = logging.getLogger("flowinfer.worker")
 
 MAX_FAILURES = 3  # steps in a row that may break before the worker gives up and is started again
+CLOSING_S = 3.0  # for a stage that is replaced, while the loop waits for it
 GRACE_S = 1.0  # after a request's End, stages that still hold something of it are told to cancel it
 POOL_THREADS = 4  # `submit`: tokenizing a book, reading a file; more would only take the cores from the model
 
@@ -83,6 +84,7 @@ class Group:
         self.arms: dict[str, str] = {}  # of those requests, which go by another arm of an experiment than A
         self.num_late: dict[str, int] = {}
         self.num_reclaimed = 0
+        self.closing_since: float | None = None  # by the clock, once all stages are being closed
         self.trace: Trace | None = None
         self._timers: list[tuple[float, int, StageRun | None, Work, Hand]] = []
         self._order = itertools.count()
@@ -141,9 +143,16 @@ class Group:
 
     def close(self) -> None:
         """Closes the stages, last first, and the thread pool."""
+        self.closing_since = self.clock.now()
         self.close_runs(self.runs)
         if self._pool is not None:
             self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def still_closing(self, doing: str, since: float) -> bool:
+        """Whether a stage that is being closed may go on with `doing`, which it began at `since`."""
+        if self.closing_since is None:
+            return self.clock.now() - since < CLOSING_S
+        return self.clock.now() - self.closing_since < self.plan.serve.stop_timeout_s
 
     def close_runs(self, runs: Sequence[StageRun]) -> None:
         """Closes these stages, last first."""

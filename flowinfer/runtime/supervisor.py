@@ -21,7 +21,7 @@ from flowinfer.runtime.arenas import Ranges, arena_fds, give_spare_back, make_ar
 from flowinfer.runtime.boot import Report
 from flowinfer.runtime.boots import boot_of
 from flowinfer.runtime.child import Child
-from flowinfer.runtime.events import SUPERVISOR, Heartbeat, Opening, Ready, Running, Stop
+from flowinfer.runtime.events import SUPERVISOR, Closing, Heartbeat, Opening, Ready, Running, Stop
 from flowinfer.runtime.handover import Handover
 from flowinfer.runtime.kept import Kept
 from flowinfer.runtime.listening import address, listen
@@ -41,7 +41,7 @@ from flowinfer.runtime.takeover import acquire, take_over
 HUNG_S = 60.0  # without a heartbeat; a prefill step of a long prompt may take seconds on few cores
 LOADING_S = 1_800.0  # for `open`, which may convert a model
 LEASES_S = 1.0  # for peers to say which blocks of a dead worker they read
-STOP_S = 5.0  # from Stop to SIGKILL
+STOP_S = 5.0  # from Stop, or the last word of a worker that needs time to close, to SIGKILL
 TICK_S = 0.5
 CRASHED = 70  # exit code of a supervisor that met a bug: EX_SOFTWARE of sysexits.h
 
@@ -233,9 +233,31 @@ class Supervisor:
 
     def _stop(self) -> None:
         self.tell_all(Stop())
-        deadline = time.monotonic() + STOP_S
-        while self._signals < 2 and time.monotonic() < deadline and any(c.alive for c in self.children.values()):
-            self.channel.poll(min(TICK_S, max(0.0, deadline - time.monotonic())))
+        self._await_end(self.children.values())
+
+    def _await_end(self, children: Collection[Child]) -> None:
+        """Waits for workers that were told to stop, as long as `may_go_on` or until somebody doesn't want to wait."""
+        began = time.monotonic()
+        while self._signals < 2 and any(self.may_go_on(child, began) for child in children):
+            events, _ = self.channel.poll(TICK_S)
+            for header, received in events:
+                for event in received:
+                    if isinstance(event, Closing):
+                        self._take(header, event)
+        for child in children:
+            if child.alive and child.closing_at > began and self._signals < 2:
+                self.say(f"Worker {child.name} hasn't ended in time (serve.stop_timeout): ending it.")
+
+    def may_go_on(self, child: Child, told: float) -> bool:
+        """Whether a worker that was told to stop at `told` still runs and isn't to be killed yet."""
+        now, limit = time.monotonic(), self.plan.serve.stop_timeout_s + STOP_S
+        return child.alive and now - told < limit and now - max(told, child.closing_at) < STOP_S
+
+    def _note_closing(self, child: Child, closing: Closing) -> None:
+        if not child.closing_at:
+            limit = f"{self.plan.serve.stop_timeout_s:g} s at most (serve.stop_timeout)"
+            self.say(f"Worker {child.name} still {closing.doing}: waiting for it, {limit}.")
+        child.closing_at = time.monotonic()
 
     def end_all(self) -> None:
         for child in self.children.values():
@@ -290,6 +312,8 @@ class Supervisor:
             return
         if isinstance(event, Heartbeat):
             child.beat_at, child.drained = time.monotonic(), event.draining and not event.open_requests
+        elif isinstance(event, Closing):
+            self._note_closing(child, event)
         elif isinstance(event, Opening):
             child.opening = event.stage
             self.say(f"{child.name}: opening {event.stage}")
@@ -351,9 +375,8 @@ class Supervisor:
         """Ends these instances for good; `stop` asks them first."""
         for child in children if stop else ():
             self.channel.send_event(child.name, Stop())
-        deadline = time.monotonic() + STOP_S
-        while stop and time.monotonic() < deadline and any(child.alive for child in children):
-            self.channel.poll(max(0.0, min(TICK_S, deadline - time.monotonic())))
+        if stop:
+            self._await_end(children)
         for child in children:
             child.kill()
             if child.process is not None:

@@ -29,6 +29,7 @@ from flowinfer.runtime.events import (
     SUPERVISOR,
     Census,
     Change,
+    Closing,
     Heartbeat,
     Opening,
     Probe,
@@ -149,6 +150,11 @@ class Worker(Group):
 
     def wake(self) -> None:
         self.channel.wake()
+
+    def still_closing(self, doing: str, since: float) -> bool:
+        if self.closing_since is not None:
+            self.channel.send_event(SUPERVISOR, Closing(doing=doing))
+        return super().still_closing(doing, since)
 
     def _beat(self) -> None:
         self._tell_open()

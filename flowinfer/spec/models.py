@@ -101,6 +101,8 @@ class Serve(Section):
     """Sampling defaults."""
     drain_timeout: Duration = 30.0
     """How long a stop waits for open requests, and `finish` of a drain that names no time."""
+    stop_timeout: Duration = 30.0
+    """How long a stop waits, behind the drain, for workers that still write cached blocks; others get 5 s."""
     drain: DrainText = ""
     """How what a change replaces ends, as in finish:30s,handoff:10s,replay:10s,abort; each time falls to the next."""
     log_level: LogLevel = "info"

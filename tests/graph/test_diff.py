@@ -41,6 +41,7 @@ def kinds(found: Diff) -> dict[str, str]:
         ("stages.lookup.with.wait=5s", "stages.lookup.with.wait", "live"),
         ("serve.max_requests=7", "serve.max_requests", "live"),
         ("serve.drain_timeout=5s", "serve.drain_timeout", "live"),
+        ("serve.stop_timeout=5s", "serve.stop_timeout", "live"),
         ('edges."tokenize -> route".capacity=9', 'edges."tokenize -> route".capacity', "live"),
         ("stages.tokenize.with.max_prompt_tokens=1k", "stages.tokenize.with.max_prompt_tokens", "warm"),
         ("stages.decode.with.max_batch=8", "stages.decode.with.max_batch", "warm"),

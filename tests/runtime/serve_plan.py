@@ -19,9 +19,11 @@ def say(line: str) -> None:
 
 def serve(keeper: Kept | None) -> int:
     from flowinfer.graph.plan import Plan
+    from flowinfer.runtime import supervisor as module
     from flowinfer.runtime.state import left_to
     from flowinfer.runtime.supervisor import Supervisor
 
+    module.STOP_S = float(os.environ.get("STOP_S", module.STOP_S))
     left = left_to(keeper)
     plan = left.plan if left else msgspec.json.decode(Path(sys.argv[1]).read_bytes(), type=Plan)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import time
 from collections.abc import Collection, Iterable
 from pathlib import Path
 
@@ -77,6 +78,27 @@ class Relay(Stage):
 
     def step(self, prompts: list[Prompt]) -> Iterable[Prompt]:
         return prompts
+
+
+class LateWriter(Stage):
+    """Needs `seconds` to close, of which it speaks or not."""
+
+    class Config(StageConfig):
+        file: str = ""
+        seconds: float = 0.0
+        speaks: bool = True
+
+    def step(self, prompts: list[Prompt]) -> None:
+        return None
+
+    def close(self) -> None:
+        since = self.ctx.clock.now()
+        while (now := self.ctx.clock.now()) < since + self.config.seconds:
+            if self.config.speaks and not self.ctx.still_closing("writes its notes", since):
+                write(self.config.file, "gave up")
+                return
+            time.sleep(min(0.05, since + self.config.seconds - now))
+        write(self.config.file, "all written")
 
 
 class Sink(Stage):

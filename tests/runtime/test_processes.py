@@ -85,6 +85,28 @@ def test_a_drain_lets_open_requests_finish(start: Start, tmp_path: Path) -> None
     assert len(service.lines("answered")) == 3 and service.lines("closed") == ["closed 0"]
 
 
+@pytest.mark.parametrize(
+    ("timeout_s", "speaks", "end"), [(30.0, True, ["all written"]), (0.2, True, ["gave up"]), (30.0, False, [])]
+)
+def test_who_says_that_it_still_writes_gets_the_time_and_others_are_ended(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, timeout_s: float, speaks: bool, end: list[str]
+) -> None:
+    notes = str(tmp_path / "notes.txt")
+    source, writer = stage("source", "Source", "front", count=1, file=notes), stage("writer", "LateWriter", "back")
+    writer = msgspec.structs.replace(writer, config={"file": notes, "seconds": 1.0, "speaks": speaks})
+    plan = plan_of([source, writer], [edge("source", "writer", "Prompt", "prompts")], tmp_path)
+    serve = msgspec.structs.replace(plan.serve, stop_timeout_s=timeout_s)
+    monkeypatch.setenv("STOP_S", "0.5")
+    service = start(msgspec.structs.replace(plan, serve=serve))
+    service.wait_ready()
+    service.process.send_signal(signal.SIGTERM)
+    service.wait_gone()
+    assert service.process.returncode == 0
+    assert service.lines("all written") + service.lines("gave up") == end
+    said = f"Worker back.0 still writes its notes: waiting for it, {timeout_s:g} s at most (serve.stop_timeout)."
+    assert (said in service.log.read_text()) is speaks
+
+
 def test_a_second_signal_stops_at_once(start: Start, tmp_path: Path) -> None:
     service = start(loaded(tmp_path, calls=3, gate=str(tmp_path / "never")))
     service.wait_ready()

@@ -111,7 +111,8 @@ class Settling:
         for name in self.leaving:
             supervisor.channel.send_event(name, Stop())
         children = [supervisor.children[name] for name in self.leaving if name in supervisor.children]
-        controller.waited(lambda: not any(child.alive for child in children), ABORT_S)
+        told, limit = time.monotonic(), ABORT_S + supervisor.plan.serve.stop_timeout_s
+        controller.waited(lambda: not any(supervisor.may_go_on(child, told) for child in children), limit)
         supervisor.end(children)
         supervisor.tell_all(Retire(number=controller.number))
 
