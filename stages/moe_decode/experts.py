@@ -107,8 +107,8 @@ def look(loads_WLE: Counts, config: Experts, workers: int, before: Placement | N
     in_order, slots = plain(layers, num_experts, workers), config.slots(num_experts, workers)
     if before is None or before.experts.shape[1] != slots or before.workers != workers:
         before, due = plain(layers, num_experts, workers, slots), True
-    ratios = [float(np.mean(imbalance(loads_WLE, each))) for each in (in_order, before)]
+    now, placed = (float(np.mean(imbalance(loads_WLE, each))) for each in (in_order, before))
     if not due:
-        return Planned(*ratios, before, 0, is_new=False)
+        return Planned(now, placed, before, 0, is_new=False)
     after = settle(before, place(config.policy, loads_WLE, slots, workers), loads_WLE)
-    return Planned(*ratios, after, len(moves(before, after)), is_new=True)
+    return Planned(now, placed, after, len(moves(before, after)), is_new=True)

@@ -69,8 +69,8 @@ def record(steps: int) -> Counts:
     tokenizer = load_tokenizer(hub.resolve(MODEL))
     service = Service(Path(MODEL), num_blocks=6 * BATCH, max_batch=BATCH)
     load = service.decode.engine.expert_load
-    shape = load.counts_LE.shape
-    window = load.windows["decode"] = LoadWindow(*shape, steps=steps)
+    layers, experts = load.counts_LE.shape
+    window = load.windows["decode"] = LoadWindow(layers, experts, steps)
     for i, text in enumerate(texts(steps)):
         segments = tokenizer.render([{"role": "user", "content": text}], None, add_generation_prompt=True)
         ids = tokenizer.encode_segments(segments).tolist()
