@@ -82,7 +82,7 @@ class StepCosts:
         self._stale = True
 
     def draft_seconds(self, num_sequences: int) -> float:
-        """Of drafting for so many sequences: the median at the nearest size that was seen, larger ones by their share."""
+        """Of drafting for so many sequences: the median at the nearest size seen, for a larger one by its share."""
         if not self._drafts:
             return 0.0
         exponent = num_sequences.bit_length()

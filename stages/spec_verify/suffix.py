@@ -186,16 +186,15 @@ class SuffixDraft:
         mixed = (sums[:, None, :] ^ self._seeds[slots][:, :, None]) * _MIX
         mixed ^= mixed >> _HALF
         mixed *= _ODD
-        return mixed.reshape(len(ends), -1)
+        keys: U64 = mixed.reshape(len(ends), -1)
+        return keys
 
     def _counted(self, slots: Ids, ends: I64, keys: U64) -> U64:
-        """The contexts [m, S], 0 where none counts: it's longer than the text, or no output follows in a tenant's
-        space.
-        """
+        """The contexts [m, S], 0 where none counts: longer than the text, or before a prompt's token for a tenant."""
         end = ends[:, None] + 1
         counted = end >= self._matched
         counted[:, len(LEVELS) :] &= end >= self._num_prompt[slots][:, None]
-        known: U64 = keys * counted
+        known: U64 = np.where(counted, keys, np.uint64(0))
         return known
 
     def _count_all(self, keys: U64, tokens: Ids, following: U64) -> None:
