@@ -179,6 +179,7 @@ class KVHandle(msgspec.Struct, array_like=True, kw_only=True):
     """Where the KV of a sequence lies: int32 block ids in the arena of `layout`, owned by `owner` at `generation`.
 
     ways: transports by which another worker can have it, best first.  computed_at: by the host's monotonic clock.
+    partial: numbers of the blocks whose window keys and open groups aren't what their names say.
     """
 
     layout: str
@@ -189,6 +190,7 @@ class KVHandle(msgspec.Struct, array_like=True, kw_only=True):
     cached_tokens: int = 0  # of those, how many were reused
     ways: list[str] = []
     computed_at: float = 0.0
+    partial: list[int] = []
 
 
 class Sequence(Prompt):
@@ -527,11 +529,15 @@ class KVPin(Event):
 
 
 class KVPinned(Event):
-    """The blocks (arena ids) pinned for request `id`: those of the leading hashes that the owner still had."""
+    """The blocks (arena ids) pinned for request `id`: those of the leading hashes that the owner still had.
+
+    partial: places of those of which only the compressed entries are there.
+    """
 
     id: str
     owner: str
     blocks: Ids
+    partial: list[int] = []
 
 
 class KVUnpin(Event):

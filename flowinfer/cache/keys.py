@@ -33,6 +33,11 @@ def chain_hashes(tokens: Ids, *, namespace: str, salt: str, block_tokens: int = 
     return extend_chain(None, tokens, namespace=namespace, salt=salt, block_tokens=block_tokens)
 
 
+def state_name(name: bytes) -> bytes:
+    """The name under which stores keep the state of this block (see cache.replay) beside its entries."""
+    return blake2b(name, digest_size=NAME_BYTES, person=b"flowinfer-state").digest()
+
+
 def extend_chain(
     parent: bytes | None, tokens: Ids, *, namespace: str, salt: str, block_tokens: int = BLOCK_TOKENS
 ) -> list[bytes]:

@@ -26,7 +26,8 @@ from flowinfer.engine.layout import DTYPE_BYTES, KVLayout
 from flowinfer.engine.models import load_model
 from flowinfer.engine.pool import KVPool
 from flowinfer.engine.staging import Staging
-from flowinfer.engine.step import Features, StepInput
+from flowinfer.engine.prefixes import Prefixes, mode_of
+from flowinfer.engine.step import Features, Replays, StepInput
 from flowinfer.errors import ModelError
 from flowinfer.message import (
     BlockRemoved,
@@ -79,6 +80,8 @@ class Engine:
         load_LE = self.model.expert_load_LE
         self.expert_load = None if load_LE is None else ExpertLoad(load_LE)
         self._watch_experts()
+        self.prefixes = Prefixes(self, mode_of(ctx))
+        self.namespace = self.layout.namespace(approximate=self.prefixes.mode == "bounded")
         self.held: dict[str, HeldKV] = {}
         self.outgoing = Outgoing(self)
         self.on_release: list[Callable[[str], None]] = []
@@ -120,28 +123,10 @@ class Engine:
     # ------------------------------------------------------------------------------------------- holding and freeing
 
     def start(self, prompt: Prompt) -> HeldKV | None:
-        """Holds blocks for all tokens of the prompt but the last, reusing what is cached here. None: no room now.
-
-        A prompt whose own log-probabilities are asked for reuses nothing: they come from computing it.
-        """
-        names = prompt.prefix.hashes if prompt.prefix else []
-        reused = self.pool.acquire(names if prompt.sampling.prompt_logprobs is None else [])
-        fresh = self.pool.allocate(self.layout.blocks_for(len(prompt.history) - 1) - len(reused))
-        if fresh is None:
-            self.pool.release(reused)
-            return None
-        cached = len(reused) * self.layout.block_tokens
-        held = HeldKV(
-            id=prompt.id,
-            blocks=reused + fresh,
-            num_computed=cached,
-            cached_tokens=cached,
-            names=list(names),
-            num_committed=len(reused),
-            caching=prompt.prefix is not None and prompt.cache_keep_s != 0,
-            salt=prompt.cache_salt,
-        )
-        self.held[prompt.id] = held
+        """Holds blocks for all tokens of the prompt but the last, with what is cached here of it. None: no room now."""
+        held = self.prefixes.start(prompt)
+        if held is not None:
+            self.held[prompt.id] = held
         return held
 
     def grow(self, held: HeldKV, num_tokens: int) -> bool:
@@ -171,6 +156,7 @@ class Engine:
             cached_tokens=held.cached_tokens,
             ways=self.outgoing.ways if held.lessee is not None else [],
             computed_at=self.ctx.clock.now(),
+            partial=sorted(held.partial),
         )
 
     def adopt(self, prompt: Prompt, handle: KVHandle, *, blocks: list[int], leased: bool) -> HeldKV:
@@ -186,7 +172,9 @@ class Engine:
             caching=prompt.prefix is not None and prompt.cache_keep_s != 0,
             salt=prompt.cache_salt,
         )
-        held.num_committed = handle.num_tokens // self.layout.block_tokens if leased else 0
+        num_full = handle.num_tokens // self.layout.block_tokens
+        held.num_committed = num_full if leased else 0
+        held.partial = {number for number in handle.partial if number < num_full}
         self.held[prompt.id] = held
         return held
 
@@ -220,13 +208,12 @@ class Engine:
         del held.blocks[held.num_leased :]
         held.num_committed = min(held.num_committed, held.num_leased)
         held.num_computed = min(held.num_computed, held.num_leased * self.layout.block_tokens)
+        held.partial = {number for number in held.partial if number < held.num_leased}
+        held.replay = range(0)
 
     def reclaim_cached(self, held: HeldKV) -> None:
         """After a preemption: holds again those of its blocks that are still cached here."""
-        again = self.pool.acquire(held.names[held.num_leased :])
-        held.blocks += again
-        held.num_committed = len(held.blocks)
-        held.num_computed = max(held.num_computed, len(held.blocks) * self.layout.block_tokens if again else 0)
+        self.prefixes.reclaim(held)
 
     def commit(self, held: HeldKV, history: Ids) -> list[tuple[int, bytes]]:
         """Enters newly completed blocks into the prefix cache; returns those that their owner has to enter."""
@@ -240,14 +227,14 @@ class Engine:
             held.names += extend_chain(
                 parent,
                 history[known * size : num_full * size],
-                namespace=self.layout.digest,
+                namespace=self.namespace,
                 salt=held.salt,
                 block_tokens=size,
             )
         named = [(held.blocks[i], held.names[i]) for i in range(held.num_committed, num_full)]
         num_theirs = max(0, held.num_leased - held.num_committed)
         held.num_committed = num_full
-        self.pool.commit(named[num_theirs:])
+        self.pool.commit(named[num_theirs:], partial={held.names[number] for number in held.partial})
         return named[:num_theirs]
 
     # ------------------------------------------------------------------------------------------------------- running
@@ -264,7 +251,8 @@ class Engine:
             used = self.layout.blocks_for(int(kv_lens[i]))
             tables[i, :used] = run.held.blocks[:used]
         tokens = np.concatenate([run.tokens for run in runs])
-        logits = self.forward(tokens, counts, kv_lens, tables, rows=rows, phase="prefill")
+        replays = _replays(runs)
+        logits = self.forward(tokens, counts, kv_lens, tables, rows=rows, phase="prefill", replays=replays)
         for run, end in zip(runs, kv_lens.tolist(), strict=True):
             run.held.num_computed = end
         return logits
@@ -279,6 +267,7 @@ class Engine:
         rows: str | None = "all",
         phase: Phase = "decode",
         features: Features | None = None,
+        replays: Replays | None = None,
     ) -> torch.Tensor | None:
         """One forward pass: flat int32 tokens [T], tokens a sequence [S], context with them [S], block table [S, N].
 
@@ -301,6 +290,7 @@ class Engine:
             block_tables=tables,
             logit_rows=torch.arange(len(tokens), device=device) if rows == "all" else None,
             features=features,
+            replays=replays,
         )
         with torch.inference_mode():
             logits = self.model.forward(step, self.kv)
@@ -377,13 +367,6 @@ class Engine:
             for to, of in zip(targets, sources, strict=True):
                 self.kv[to].copy_(self.kv[of])
 
-    def copy_pinned(self, held: HeldKV, source: Ids) -> None:
-        """Copies cached blocks of another worker (arena ids) over the next blocks of `held`, not computed yet."""
-        at = held.num_computed // self.layout.block_tokens
-        self.copy_blocks(held.blocks[at : at + len(source)], source.tolist())
-        held.num_computed += len(source) * self.layout.block_tokens
-        held.cached_tokens = held.num_computed
-
     def bytes_of(self, block: int) -> NDArray[np.uint8]:
         """The bytes of a block: on a CPU its memory itself, else a copy."""
         data: NDArray[np.uint8] = self.kv[block].view(torch.uint8).flatten().cpu().numpy()
@@ -411,7 +394,8 @@ class Engine:
     def _pin(self, event: KVPin) -> None:
         blocks = self.pool.acquire(event.hashes)
         self._pins[event.reader, event.id] = blocks
-        answer = KVPinned(id=event.id, owner=self.ctx.worker, blocks=np.array(blocks, np.int32))
+        partial = [i for i, name in enumerate(event.hashes[: len(blocks)]) if self.pool.is_partial(name)]
+        answer = KVPinned(id=event.id, owner=self.ctx.worker, blocks=np.array(blocks, np.int32), partial=partial)
         self.ctx.send(answer, to=event.reader)
 
     def _unpin(self, reader: str, id: str) -> None:
@@ -433,6 +417,15 @@ class Engine:
             held.lessee = None
             if not any(goes_on(held.id) for goes_on in self.on_lessee_lost):
                 self._end_lease(held)
+
+
+def _replays(runs: Sequence[Run]) -> Replays | None:
+    """What these runs may read and write, where any of them replays a part of its prefix."""
+    if all(run.start >= run.held.replay.stop for run in runs):
+        return None
+    ranges = [run.held.replay if run.start < run.held.replay.stop else range(0) for run in runs]
+    starts, stops = ([part.start for part in ranges], [part.stop for part in ranges])
+    return Replays(np.array(starts, np.int32), np.array(stops, np.int32))
 
 
 def query_starts(counts: Ids, num_tokens: int) -> Ids:

@@ -10,6 +10,9 @@ from flowinfer.message import Event, Ids, KVFetch, KVPin, KVRelease, KVUnpin, Le
 KV_EVENTS: tuple[type[Event], ...] = (KVRelease, KVPin, KVUnpin, KVFetch, WorkerDown, WorkerUp, LeaseQuery)
 
 
+_NOTHING = range(0)
+
+
 @dataclass
 class HeldKV:
     """blocks: arena ids in order of position. num_computed: leading tokens whose KV is written.
@@ -19,6 +22,12 @@ class HeldKV:
     names: chain hashes of the leading full blocks, as far as known; num_committed of them are in the prefix cache.
     caching: whether the graph has a prefix cache at all (the prompt came with a hint).
     history: tokens of a sequence that is lent while it runs, to name its blocks when it's gone.
+
+    partial: numbers of blocks whose state (see cache.replay) isn't what their names say.
+    replay: positions that are run again for their state alone: their entries are there, and no window key before them
+    is read.
+    While a prompt is admitted: num_found leading blocks have their entries in place; `spare` are blocks of ours, by number,
+    that can take the place of cached ones among them.
     """
 
     id: str
@@ -33,11 +42,19 @@ class HeldKV:
     caching: bool = False
     salt: str = ""
     history: Ids | None = None
+    partial: set[int] = field(default_factory=set)
+    replay: range = _NOTHING
+    num_found: int = 0
+    spare: dict[int, int] = field(default_factory=dict)
+
+    def own_block(self, number: int) -> int:
+        """The block of ours that can be written for block `number` of the sequence, while it is admitted."""
+        return self.spare.get(number, self.blocks[number])
 
     @property
     def own_blocks(self) -> list[int]:
         """Those that this worker's pool must take back."""
-        return self.blocks[self.num_leased :]
+        return [*self.blocks[self.num_leased :], *self.spare.values()]
 
 
 @dataclass(frozen=True)

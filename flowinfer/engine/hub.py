@@ -67,6 +67,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
             head_dim=self.config.head_dim,
             block_tokens=grouped.block_tokens if grouped else BLOCK_TOKENS,
             sections=grouped.sections() if grouped else (),
+            window=grouped.window if grouped else 0,
         )
 
 

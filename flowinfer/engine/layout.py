@@ -13,19 +13,29 @@ KV_FORMAT = 1  # raised by hand when the bytes of a block change meaning; a rele
 
 
 class KVSection(msgspec.Struct, frozen=True):
-    """Part of a block of a model with several kinds of KV: rows of width numbers. group: window, compressed, state."""
+    """Part of a block of a model with several kinds of KV: rows of width numbers. group: window, compressed, state.
+
+    at_end: whether what follows a whole block needs it; rows of groups that end with the block do not.
+    """
 
     group: str
     name: str
     rows: int
     width: int
+    at_end: bool = True
+
+    @property
+    def part(self) -> str:
+        """Which part of a block it belongs to: see KVLayout.parts."""
+        return "entries" if self.group == "compressed" else "state" if self.at_end else "rest"
 
 
 class KVLayout(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Paged KV of a dense-attention model: a block is [layers, 2 (K, V), kv_heads, block_tokens, head_dim] of dtype.
 
     Heads come before tokens: batched products over a head's 64 rows beat token-major blocks two- to threefold on CPU.
-    Where sections are given, a block is those, one after the other, instead.
+    Where sections are given, a block is those, one after the other, instead: first what every token behind it may read
+    (compressed entries), then what only the next `window` tokens and the next group do.
     model is the digest of weights and configuration, so that blocks of other weights never match.
     """
 
@@ -37,6 +47,7 @@ class KVLayout(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     block_tokens: int = BLOCK_TOKENS
     tensor_parallel: int = 1
     sections: tuple[KVSection, ...] = ()
+    window: int = 0
 
     @property
     def block_bytes(self) -> int:
@@ -57,6 +68,31 @@ class KVLayout(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         for part in self.sections:
             found[part.group] = found.get(part.group, 0) + part.rows * part.width * DTYPE_BYTES[self.dtype]
         return found
+
+    @property
+    def parts(self) -> dict[str, slice]:
+        """The parts of a block as stores keep them, as slices of its elements.
+
+        entries: what every later token may read; without sections, all of it.  state: what goes on at the end of the
+        block, the window keys and rows that the next group shares; only kept where somebody may begin behind it.
+        """
+        if not self.sections:
+            whole = self.num_layers * 2 * self.num_kv_heads * self.block_tokens * self.head_dim
+            return {"entries": slice(0, whole), "state": slice(whole, whole)}
+        sizes = {"entries": 0, "state": 0, "rest": 0}
+        for section in self.sections:
+            sizes[section.part] += section.rows * section.width
+        entries, state = sizes["entries"], sizes["state"]
+        return {"entries": slice(0, entries), "state": slice(entries, entries + state)}
+
+    def part_bytes(self, part: str) -> int:
+        """Bytes of "entries" or "state" of a block."""
+        found = self.parts[part]
+        return (found.stop - found.start) * DTYPE_BYTES[self.dtype]
+
+    def namespace(self, *, approximate: bool) -> str:
+        """Under which blocks are named. What a bounded replay made is never found by those who want it exact."""
+        return f"{self.digest}-bounded" if approximate and self.window else self.digest
 
     @property
     def block_shape(self) -> tuple[int, ...]:

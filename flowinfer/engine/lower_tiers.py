@@ -6,14 +6,16 @@ import logging
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from flowinfer.cache.disk.retention import Retention
 from flowinfer.cache.disk.store import DiskStore, StoreSettings
 from flowinfer.cache.policies.admission import make_admission
+from flowinfer.cache.replay import leading
 from flowinfer.cache.tiers import DISK, OBJECT, RETENTION, DiskTierConfig, ObjectTierConfig, Tiers, tenant_of
-from flowinfer.engine.store_tier import Cost, Removed, Store, StoreTier, Wanted
+from flowinfer.engine.store_tier import ENTRIES, STATE, Cost, Removed, Store, StoreTier, Wanted
 from flowinfer.errors import FlowInferError
 from flowinfer.message import Message, Prompt
 from flowinfer.stage import Context
@@ -28,10 +30,32 @@ MAX_FOLLOWING = 10_000  # requests; of those that end elsewhere nobody tells
 
 
 class _Following(NamedTuple):
-    """Which tiers want what follows a prompt, and how it is to be kept."""
+    """Which tiers want what follows a prompt, and how it is to be kept. before: the last blocks of the prompt."""
 
     tiers: Sequence[StoreTier]
     how: Wanted
+    before: list[bytes]
+
+
+class Restored(NamedTuple):
+    """What the tiers gave: the entries of so many more blocks, and the state of these (numbers)."""
+
+    num_blocks: int = 0
+    states: Sequence[int] = ()
+
+
+@dataclass(frozen=True)
+class _Reading:
+    """What is read for one prompt. blocks: of ours, by number, that may be written.  at: blocks that were found already,
+    of which `partial` lack their state.
+    """
+
+    names: Sequence[bytes]
+    blocks: dict[int, int]
+    at: int
+    partial: frozenset[int]
+    cost: Cost
+    mark: Any
 
 
 class LowerTiers:
@@ -86,10 +110,10 @@ class LowerTiers:
         how, following = _how(prompt), []
         for tier in self.tiers:
             num, follows = tier.admission.admit(names)
-            tier.keep(names[:num], how)
+            tier.keep(names[:num], how, ends=self._ends(names[:num]))
             if follows:
                 following.append(tier)
-        self._following[prompt.id] = _Following(following, how)
+        self._following[prompt.id] = _Following(following, how, list(self._ends(names)))
         if len(self._following) > MAX_FOLLOWING:
             self._following.popitem(last=False)
 
@@ -100,54 +124,98 @@ class LowerTiers:
         known = self._following.pop(prompt.id, None)
         tiers = known.tiers if known else [tier for tier in self.tiers if tier.admission.admit(names)[1]]
         for tier in tiers:
-            tier.keep(names[first:], _how(prompt))
+            tier.keep(names[first:], _how(prompt), ends=self._ends(names))
 
     def returned(self, request: str, names: Sequence[bytes]) -> None:
         """Offers the blocks that a lessee has filled, behind the prompt."""
         if (known := self._following.pop(request, None)) is not None:
             for tier in known.tiers:
-                tier.keep(names, known.how)
+                tier.keep(names, known.how, ends=self._ends([*known.before, *names]))
+
+    def _ends(self, names: Sequence[bytes]) -> Sequence[bytes]:
+        """Those of the blocks, which follow each other, whose state whoever goes on behind them needs."""
+        return names[max(0, len(names) - self.engine.prefixes.rule.state_blocks) :]
 
     # ----------------------------------------------------------------------------------------------------- restoring
 
-    def restore(self, prompt: Prompt, held: HeldKV, then: Callable[[int], Iterable[Message] | None]) -> bool:
-        """Asks the tiers for the blocks behind those that `held` has. False: there is nothing to ask for.
+    def restore(self, prompt: Prompt, held: HeldKV, then: Callable[[Restored], Iterable[Message] | None]) -> bool:
+        """Asks the tiers for what `held` lacks of the prompt. False: there is nothing to ask for.
 
         They are asked whatever the hint says: one look-up is a millisecond, and right after a start hints lag behind.
-        then(num_blocks): as many are in place now; 0 where they aren't there, are damaged, or are computed faster.
+        then(restored): so much is in place now; nothing where it isn't there, is damaged, or is computed faster.
         """
-        at = held.num_committed
-        if not any(tier.is_open for tier in self.tiers) or prompt.prefix is None or at >= len(prompt.prefix.hashes):
+        names = prompt.prefix.hashes if prompt.prefix else []
+        if not any(tier.is_open for tier in self.tiers) or not self.engine.prefixes.can_improve(held, len(names)):
             return False
-        names = prompt.prefix.hashes[at:]
-        blocks = held.blocks[at : at + len(names)]
-        self.engine.pool.hold(blocks)
-        context = at * self.engine.layout.block_tokens
-        self.ctx.submit(
-            partial(self._read, names, blocks, context, self.engine.cost.coefficients, self.engine.staging.mark()),
-            partial(self._read_done, blocks, then),
+        at = held.num_found
+        blocks = held.spare | dict(enumerate(held.blocks[at : len(names)], at))
+        reading = _Reading(
+            names, blocks, at, frozenset(held.partial), self.engine.cost.coefficients, self.engine.staging.mark()
         )
+        self.engine.pool.hold(blocks.values())
+        self.ctx.submit(partial(self._read, reading), partial(self._read_done, list(blocks.values()), then))
         return True
 
-    def _read(self, names: list[bytes], blocks: list[int], context: int, cost: Cost, mark: Any) -> int:
-        """Each tier goes on where the one before ended, round by round until none has more."""
-        done, before, size = 0, -1, self.engine.layout.block_tokens
-        while before < done < len(names):
+    def _read(self, reading: _Reading) -> Restored:
+        """What is worth it of the entries, each tier going on where the one before ended, then the state at their end."""
+        rule, at = self.engine.prefixes.rule, reading.at
+        reach = self._reach(reading)
+        stored = self._stored_states(reading, reach)
+        end, states = rule.goal(at, reach, reading.partial, stored)
+        done = at + self._read_entries(reading, end, replays=not states)
+        if done < end:
+            again, states = rule.goal(at, done, reading.partial, stored)
+            done = min(done, max(at, again))
+        if states and not self._read_states(reading, states):
+            states = []
+        return Restored(max(0, done - at), states)
+
+    def _reach(self, reading: _Reading) -> int:
+        """The end of what the tiers hold together, from where the reading begins."""
+        end, before = reading.at, -1
+        while before < end:
+            before = end
+            for tier in self.tiers:
+                end += leading(tier.present(reading.names[end:])) if end < len(reading.names) else 0
+        return end
+
+    def _stored_states(self, reading: _Reading, reach: int) -> set[int]:
+        """Blocks, of those that may be written, whose state some tier has."""
+        if not self.engine.prefixes.rule.state_blocks:
+            return set()
+        numbers = sorted(number for number in reading.blocks if number < reach)
+        names = [reading.names[number] for number in numbers]
+        found = [tier.present(names, STATE) for tier in self.tiers if names]
+        return {number for number, *there in zip(numbers, *found, strict=True) if any(there)}
+
+    def _read_entries(self, reading: _Reading, end: int, *, replays: bool) -> int:
+        """Round by round until no tier has more; returns how many blocks."""
+        done, before, size = reading.at, -1, self.engine.layout.block_tokens
+        replayed = (self.engine.prefixes.rule.blocks or 0) * size if replays else 0
+        while before < done < end:
             before = done
             for tier in self.tiers:
-                if done < len(names):
-                    done += tier.read(names[done:], blocks[done:], context + done * size, cost, mark)
-        return done
+                if done < end:
+                    blocks = [reading.blocks[number] for number in range(done, end)]
+                    how = {"context": done * size, "cost": reading.cost, "mark": reading.mark, "replayed": replayed}
+                    num = tier.read(reading.names[done:end], blocks, **how)
+                    done, replayed = done + num, 0 if num else replayed
+        return done - reading.at
+
+    def _read_states(self, reading: _Reading, numbers: Sequence[int]) -> bool:
+        names = [reading.names[number] for number in numbers]
+        blocks = [reading.blocks[number] for number in numbers]
+        return any(tier.read_states(names, blocks, reading.mark) for tier in self.tiers)
 
     def _read_done(
-        self, blocks: list[int], then: Callable[[int], Iterable[Message] | None], result: int | BaseException
+        self, blocks: list[int], then: Callable[[Restored], Iterable[Message] | None], result: Restored | BaseException
     ) -> Iterable[Message] | None:
         self.engine.pool.release(blocks)
         for tier in self.tiers:
             tier.tell_changes()
         if isinstance(result, BaseException):
             log.error("cache tiers: blocks weren't read", exc_info=result)
-            result = 0
+            result = Restored()
         return then(result)
 
 
@@ -162,7 +230,7 @@ def _how(prompt: Prompt) -> Wanted:
 def _open(ctx: Context, engine: Engine, config: Tiers, retention: Retention) -> list[StoreTier]:
     key = config.encryption.read_key() if config.encryption else None
     tiers: list[StoreTier] = []
-    block = engine.layout.block_bytes
+    block = engine.layout.part_bytes(ENTRIES)
     try:
         if (disk := config.disk) is not None:
             opened = partial(_open_disk, ctx, disk, retention, key)
@@ -170,7 +238,7 @@ def _open(ctx: Context, engine: Engine, config: Tiers, retention: Retention) -> 
                 tiers.append(StoreTier(DISK, ctx, engine, opened, make_admission(config.write, disk.size // block)))
         if (objects := config.object) is not None:
             size = None if objects.size is None else objects.size // block
-            opened = partial(_open_objects, objects, retention, key, engine.layout.digest)
+            opened = partial(_open_objects, objects, retention, key, engine.namespace)
             tiers.append(StoreTier(OBJECT, ctx, engine, opened, make_admission(config.write, size)))
     except FlowInferError:
         for tier in tiers:

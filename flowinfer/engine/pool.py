@@ -1,13 +1,14 @@
 """Paged KV blocks: who holds which, which are cached by content, which go first. Knows only ids, never bytes.
 
 A block is free, held (refs > 0), or cached: named by the chain hash of its content and kept until its room is needed.
-Which cached block goes first is the eviction's choice.
+Which cached block goes first is the eviction's choice. A cached block may be partial (see cache.replay): then only its
+entries are what its name says.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 from flowinfer.cache.policies.eviction import LRU, Eviction
 
@@ -36,6 +37,7 @@ class KVPool:
         self._cached: Eviction = LRU() if eviction is None else eviction  # names of cached blocks that nobody holds
         self._name: dict[int, bytes] = {}
         self._named: dict[bytes, int] = {}
+        self._partial: set[bytes] = set()  # of those named
         self._on_stored, self._on_removed = on_stored, on_removed
 
     @property
@@ -94,8 +96,15 @@ class KVPool:
         """How many leading hashes are cached here."""
         return next((i for i, name in enumerate(hashes) if name not in self._named), len(hashes))
 
-    def commit(self, named: Iterable[tuple[int, bytes]]) -> None:
-        """Names held, completely written blocks. A name that another held block has already is left with that one."""
+    def is_partial(self, name: bytes) -> bool:
+        """Whether only the entries of this cached block are what its name says."""
+        return name in self._partial
+
+    def commit(self, named: Iterable[tuple[int, bytes]], *, partial: Collection[bytes] = ()) -> None:
+        """Names held, completely written blocks; of those in `partial`, only the entries are.
+
+        A name that another held block has already is left with that one, unless that one is partial and this isn't.
+        """
         if not self.cached_limit:
             return
         stored = []
@@ -104,16 +113,24 @@ class KVPool:
                 continue
             if name not in self._named:
                 stored.append(name)
-            elif not self._replace(name):
+            elif not self._replace(name, whole=name not in partial):
                 continue
             self._name[block], self._named[name] = name, block
+            (self._partial.add if name in partial else self._partial.discard)(name)
         if stored:
             self._on_stored(stored)
 
-    def _replace(self, name: bytes) -> bool:
-        """Frees the cached block of a name that was computed again: its head had gone. False where it is held."""
-        block = self._named[name]
+    def _replace(self, name: bytes, *, whole: bool) -> bool:
+        """Frees the cached block of a name that was computed again: its head had gone, or it was partial.
+
+        False where it is to stay: held, or worth more than the new one.
+        """
+        block, is_partial = self._named[name], name in self._partial
         if block in self._refs:
+            if whole and is_partial:
+                del self._name[block]  # who holds it goes on with it
+            return whole and is_partial
+        if not whole and not is_partial:
             return False
         self._cached.take(name)
         del self._name[block]
@@ -147,6 +164,7 @@ class KVPool:
         self._free.extend(self._named[name] for name in self._cached.clear())
         self._name.clear()
         self._named.clear()
+        self._partial.clear()
         if names:
             self._on_removed(names)
 
@@ -156,6 +174,7 @@ class KVPool:
             name = self._cached.pop()
             block = self._named.pop(name)
             del self._name[block]
+            self._partial.discard(name)
             removed.append(name)
             self._free.append(block)
         self._on_removed(removed)

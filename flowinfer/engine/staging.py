@@ -27,36 +27,36 @@ class Staging:
     """Block memory of one engine. `mark` is for the worker's loop, the rest for background threads."""
 
     def __init__(self, kv: torch.Tensor, layout: KVLayout) -> None:
-        self._kv = kv
+        self._kv, self._parts = kv.view(len(kv), -1), layout.parts
         self._is_direct = kv.device.type == "cpu"
         per_half = max(1, STAGED_BYTES // 2 // layout.block_bytes)
-        self._out, self._in = _Lane(kv, per_half), _Lane(kv, per_half)
+        self._out, self._in = _Lane(self._kv, per_half), _Lane(self._kv, per_half)
 
     def mark(self) -> Any:
         """What the device has been told to do by now; copies of blocks wait for it."""
         return None if self._is_direct else torch.cuda.current_stream(self._kv.device).record_event()
 
-    def write(self, blocks: Blocks, mark: Any, store: Store[Result]) -> list[Result]:
+    def write(self, blocks: Blocks, mark: Any, store: Store[Result], part: str = "entries") -> list[Result]:
         """store(first, memory) for runs of blocks, `first` being the place of the run; all that it returned.
 
-        The memory stays as it is until store returns.
+        memory: of this part of each block (KVLayout.parts). It stays as it is until store returns.
         """
         if self._is_direct:
-            return store(0, [_bytes(self._kv[block]) for block in blocks])
-        return self._out.write(blocks, mark, store)
+            return store(0, [_bytes(self._kv[block, self._parts[part]]) for block in blocks])
+        return self._out.write(blocks, mark, store, self._parts[part])
 
-    def read(self, blocks: Blocks, mark: Any, load: Load) -> int:
+    def read(self, blocks: Blocks, mark: Any, load: Load, part: str = "entries") -> int:
         """load(first, memory) for runs of blocks fills memory and returns how many leading ones it filled.
 
-        Returns how many leading blocks are in place.
+        Returns how many leading blocks have this part in place.
         """
         if self._is_direct:
-            return load(0, [_bytes(self._kv[block]) for block in blocks])
-        return self._in.read(blocks, mark, load)
+            return load(0, [_bytes(self._kv[block, self._parts[part]]) for block in blocks])
+        return self._in.read(blocks, mark, load, self._parts[part])
 
 
 class _Lane:
-    """Copies in one direction, for one caller at a time."""
+    """Copies in one direction, for one caller at a time. kv [blocks, elements]; part: which elements of each block."""
 
     def __init__(self, kv: torch.Tensor, per_half: int) -> None:
         self._kv, self._per_half = kv, per_half
@@ -64,21 +64,21 @@ class _Lane:
         self._halves: list[torch.Tensor] = []
         self._stream: torch.cuda.Stream | None = None
 
-    def write(self, blocks: Blocks, mark: Any, store: Store[Result]) -> list[Result]:
+    def write(self, blocks: Blocks, mark: Any, store: Store[Result], part: slice) -> list[Result]:
         """The next run is copied while the store works on this one."""
         runs = self._runs(blocks)
         done: list[Result] = []
         with self._copying(mark) as stream:
-            copied = self._fetch(runs[0][1], 0, stream) if runs else None
+            copied = self._fetch(runs[0][1], 0, stream, part) if runs else None
             for turn, (at, some) in enumerate(runs):
                 if copied is not None:
                     copied.synchronize()
                 if turn + 1 < len(runs):
-                    copied = self._fetch(runs[turn + 1][1], (turn + 1) % 2, stream)
-                done += store(at, self._memory(turn % 2, len(some)))
+                    copied = self._fetch(runs[turn + 1][1], (turn + 1) % 2, stream, part)
+                done += store(at, self._memory(turn % 2, len(some), part))
         return done
 
-    def read(self, blocks: Blocks, mark: Any, load: Load) -> int:
+    def read(self, blocks: Blocks, mark: Any, load: Load, part: slice) -> int:
         """What is loaded into one half goes to the device while the other one is loaded."""
         done = 0
         with self._copying(mark) as stream:
@@ -87,10 +87,10 @@ class _Lane:
                 side = turn % 2
                 if (event := copied[side]) is not None:
                     event.synchronize()
-                num = load(at, self._memory(side, len(some)))
+                num = load(at, self._memory(side, len(some), part))
                 with torch.cuda.stream(stream):
                     for place, block in enumerate(some[:num]):
-                        self._kv[block].copy_(self._halves[side][place], non_blocking=True)
+                        self._kv[block, part].copy_(self._halves[side][place, part], non_blocking=True)
                     copied[side] = stream.record_event()
                 done += num
                 if num < len(some):
@@ -98,15 +98,15 @@ class _Lane:
             stream.synchronize()
         return done
 
-    def _fetch(self, blocks: Blocks, side: int, stream: torch.cuda.Stream) -> torch.cuda.Event:
+    def _fetch(self, blocks: Blocks, side: int, stream: torch.cuda.Stream, part: slice) -> torch.cuda.Event:
         with torch.cuda.stream(stream):
             for place, block in enumerate(blocks):
-                self._halves[side][place].copy_(self._kv[block], non_blocking=True)
+                self._halves[side][place, part].copy_(self._kv[block, part], non_blocking=True)
             copied: torch.cuda.Event = stream.record_event()
             return copied
 
-    def _memory(self, side: int, count: int) -> list[memoryview]:
-        return [_bytes(self._halves[side][place]) for place in range(count)]
+    def _memory(self, side: int, count: int, part: slice) -> list[memoryview]:
+        return [_bytes(self._halves[side][place, part]) for place in range(count)]
 
     def _runs(self, blocks: Blocks) -> list[tuple[int, Blocks]]:
         return [(at, blocks[at : at + self._per_half]) for at in range(0, len(blocks), self._per_half)]
@@ -124,6 +124,6 @@ class _Lane:
 
 
 def _bytes(block: torch.Tensor) -> memoryview:
-    """The bytes of a contiguous block in host memory."""
+    """The bytes of a contiguous part of a block in host memory."""
     memory: memoryview = block.view(torch.uint8).flatten().numpy().data
     return memory

@@ -15,6 +15,18 @@ Int32s = npt.NDArray[np.int32]
 
 
 @dataclass(frozen=True, slots=True)
+class Replays:
+    """Of a model with windows, int32 [S], host: what a sequence may read and write while its prefix is replayed.
+
+    window_from: window keys of earlier positions aren't read.  entries_from: compressed entries of earlier positions are
+    there already and aren't written. 0 for sequences that replay nothing.
+    """
+
+    window_from: Int32s
+    entries_from: Int32s
+
+
+@dataclass(frozen=True, slots=True)
 class Features:
     """Output of chosen layers for the rows of logits: what a draft head reads. A forward pass fills it in.
 
@@ -42,6 +54,7 @@ class StepInput:
     kv_lens       int32 [S], host: context length of each sequence, this step's tokens included
     block_tables  int32 [S, max_blocks], host: block ids of the arena, padded with any valid id
     logit_rows    int64 [R] on the model's device: rows of T whose logits are wanted; None skips the head
+    replays       None where no sequence replays a part of its prefix
     features      takes the output of some layers for the same rows; None: nobody asks
     """
 
@@ -51,6 +64,7 @@ class StepInput:
     kv_lens: Int32s
     block_tables: Int32s
     logit_rows: Tensor | None
+    replays: Replays | None = None
     features: Features | None = None
 
     @property

@@ -1,6 +1,8 @@
 """One store (disk, objects) behind an engine's pool: writes blocks behind it, reads them back where that is faster.
 
 Blocks stay held in the pool while the store writes from them or reads into them, so nobody else can get that memory.
+Of a model with windows a block is two records: its entries under its name, and where somebody may begin behind it, its
+state under another name and namespace (see cache.replay).
 """
 
 from __future__ import annotations
@@ -15,7 +17,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
+from flowinfer.cache.keys import state_name
 from flowinfer.cache.policies.admission import Admission
+from flowinfer.cache.replay import leading
 from flowinfer.cache.tiers import LATENCY_S, ReadSpeed, worth_restoring
 from flowinfer.message import BlockRemoved, BlockStored
 from flowinfer.observe import metrics
@@ -27,7 +31,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 MAX_QUEUED = 256  # requests whose blocks wait to be written; beyond, the oldest are forgotten
 MAX_RECENT = 100_000  # names of blocks that needn't be offered to the store again soon
-CLOSING_S = 3.0  # how long the end of a service waits for the run of blocks that is being put
+TICK_S = 0.25  # how often a tier that is closed while it writes says so
+ENTRIES, STATE = "entries", "state"  # parts of a block, as KVLayout.parts has them
 Blocks = list[int]
 Cost = tuple[float, float, float]
 
@@ -45,7 +50,7 @@ class Store(Protocol):
         keep_s: float | None = None,
     ) -> Future[list[bytes]]: ...
 
-    def contains(self, names: Sequence[bytes], namespace: str) -> int: ...
+    def present(self, names: Sequence[bytes], namespace: str) -> list[bool]: ...
 
     def get(self, names: Sequence[bytes], targets: Sequence[memoryview], namespace: str) -> list[bool]: ...
 
@@ -66,6 +71,15 @@ class Wanted:
     keep_s: float | None = None
 
 
+@dataclass(frozen=True)
+class _Run:
+    """Blocks that follow each other, of which a part is to be kept."""
+
+    names: Sequence[bytes]
+    part: str
+    wanted: Wanted
+
+
 class StoreTier:
     """A store as one engine uses it. All methods are for the worker's loop, but `read`.
 
@@ -82,7 +96,7 @@ class StoreTier:
     ) -> None:
         self.name, self.ctx, self.engine, self._open_store, self.admission = name, ctx, engine, open_store, admission
         self._changes: deque[tuple[bool, bytes]] = deque()  # (came, name), told by threads of the store
-        self._queue: deque[tuple[list[bytes], Wanted]] = deque()
+        self._queue: deque[_Run] = deque()
         self._recent: OrderedDict[bytes, None] = OrderedDict()
         self._is_writing = False
         self._idle = threading.Event()  # no background thread is putting blocks
@@ -105,73 +119,127 @@ class StoreTier:
         self.is_open = True
 
     def close(self) -> None:
-        """Writes what is still queued and lets go of the store."""
+        """Writes what is still queued, as far as there is time, and lets go of the store."""
         self.is_open = False
-        self._idle.wait(CLOSING_S)
-        for names, wanted in self._queue:
-            blocks = self.engine.pool.acquire(names)
-            self._write(names[: len(blocks)], blocks, wanted, self.engine.staging.mark())
-            self.engine.pool.release(blocks)
+        since = self.ctx.clock.now()
+        in_time = self._has_written(since)
+        while in_time and self._queue:
+            in_time = self._write_last(self._queue.popleft(), since)
+        if lost := sum(len(run.names) for run in self._queue):
+            log.warning("%s cache: no time to write %d blocks (serve.stop_timeout)", self.name, lost)
+            self._event("dropped", lost)
         self._queue.clear()
         self.store.close()
 
+    def _has_written(self, since: float) -> bool:
+        """Waits for what is being put, and says so meanwhile. False where the time for it is over."""
+        while not self._idle.wait(TICK_S):
+            if not self.ctx.still_closing(f"writes cached blocks to the {self.name} tier", since):
+                return False
+        return True
+
+    def _write_last(self, run: _Run, since: float) -> bool:
+        """Writes in a thread of its own, for the loop doesn't turn any more. False where the time for it is over."""
+        blocks, mark = self._acquire(run), self.engine.staging.mark()
+
+        def write() -> None:
+            try:
+                self._write(run, blocks, mark)
+            except Exception:
+                log.exception("%s cache: blocks weren't written", self.name)
+
+        self._idle.clear()
+        threading.Thread(target=write, name=f"last-{self.name}-write", daemon=True).start()
+        if self._has_written(since):
+            self.engine.pool.release(blocks)
+            return True
+        self.ctx.submit(self._idle.wait, lambda _: self.engine.pool.release(blocks))  # if the worker goes on
+        return False
+
     def announce(self, to: str | None = None) -> None:
         """Tells which blocks of this model the store holds."""
-        if names := self.store.names(self.engine.layout.digest):
+        if names := self.store.names(self.engine.namespace):
             self.ctx.send(BlockStored(owner=self.name, hashes=names), to=to)
 
     # ------------------------------------------------------------------------------------------------------- writing
 
-    def keep(self, names: Sequence[bytes], wanted: Wanted) -> None:
-        """Stores these cached blocks of the pool (a run in chain order) when there is time."""
-        fresh = [name for name in names if name not in self._recent]
-        if not fresh or not self.is_open:
+    def keep(self, names: Sequence[bytes], wanted: Wanted, *, ends: Sequence[bytes] = ()) -> None:
+        """Stores these cached blocks of the pool (a run in chain order) when there is time.
+
+        ends: blocks whose state is kept too: the last ones of a run behind which somebody may go on.
+        """
+        if not self.is_open:
             return
+        fresh = [name for name in names if name not in self._recent]
         self._recent.update(dict.fromkeys(fresh))
         while len(self._recent) > MAX_RECENT:
             self._recent.popitem(last=False)
-        if len(self._queue) >= MAX_QUEUED:
-            dropped, _ = self._queue.popleft()
-            self._event("dropped", len(dropped))
-            self._forget(dropped)
-        self._queue.append((fresh, wanted))
+        self._offer(_Run(fresh, ENTRIES, wanted))
+        self._offer(_Run(list(ends), STATE, wanted))
         self._pump()
+
+    def _offer(self, run: _Run) -> None:
+        if not run.names:
+            return
+        if len(self._queue) >= MAX_QUEUED:
+            dropped = self._queue.popleft()
+            self._event("dropped", len(dropped.names))
+            self._forget(dropped.names)
+        self._queue.append(run)
 
     def _pump(self) -> None:
         """One request's blocks are written at a time: what is written is held, and the pool needs its blocks."""
         self.tell_changes()
         while self._queue and not self._is_writing:
-            names, wanted = self._queue.popleft()
-            blocks = self.engine.pool.acquire(names)
-            self._forget(names[len(blocks) :])  # evicted before there was time
-            if blocks:
+            run = self._queue.popleft()
+            if blocks := self._acquire(run):
                 self._is_writing = True
                 self._idle.clear()
-                run, mark = names[: len(blocks)], self.engine.staging.mark()
-                self.ctx.submit(partial(self._write, run, blocks, wanted, mark), partial(self._written, run, blocks))
+                write = partial(self._write, run, blocks, self.engine.staging.mark())
+                self.ctx.submit(write, partial(self._written, run, blocks))
 
-    def _write(self, names: Sequence[bytes], blocks: Blocks, wanted: Wanted, mark: Any) -> list[bytes]:
+    def _acquire(self, run: _Run) -> Blocks:
+        """Holds the leading ones that are still cached: as many as have this part."""
+        pool = self.engine.pool
+        blocks = pool.acquire(run.names)
+        if run.part == ENTRIES:
+            self._forget(run.names[len(blocks) :])  # evicted before there was time
+        elif any(pool.is_partial(name) for name in run.names[: len(blocks)]):
+            pool.release(blocks)
+            return []
+        return blocks
+
+    def _write(self, run: _Run, blocks: Blocks, mark: Any) -> list[bytes]:
         def put(first: int, payloads: Sequence[memoryview]) -> list[bytes]:
-            pairs = list(zip(names[first : first + len(payloads)], payloads, strict=True))
-            how = {"namespace": self.engine.layout.digest, "cls": wanted.cls[:32], "tenant": wanted.tenant}
-            return self.store.put(pairs, keep_s=wanted.keep_s, **how).result()
+            names = self._record_names(run.names[first : first + len(payloads)], run.part)
+            how = {"namespace": self._namespace(run.part), "cls": run.wanted.cls[:32], "tenant": run.wanted.tenant}
+            pairs = list(zip(names, payloads, strict=True))
+            return self.store.put(pairs, keep_s=run.wanted.keep_s, **how).result()
 
         try:
-            return self.engine.staging.write(blocks, mark, put)
+            return self.engine.staging.write(blocks, mark, put, run.part)
         finally:
             self._idle.set()
 
-    def _written(self, names: list[bytes], blocks: Blocks, result: list[bytes] | BaseException) -> None:
+    def _written(self, run: _Run, blocks: Blocks, result: list[bytes] | BaseException) -> None:
         self.engine.pool.release(blocks)
         self._is_writing = False
         if isinstance(result, BaseException):
             log.error("%s cache: blocks weren't written", self.name, exc_info=result)
             result = []
-        self._forget(set(names) - set(result))  # they may be offered again
+        if run.part == ENTRIES:
+            self._forget(set(run.names[: len(blocks)]) - set(result))  # they may be offered again
+            if result:
+                self.ctx.send(BlockStored(owner=self.name, hashes=result))
         if result:
-            self._event("stored", len(result))
-            self.ctx.send(BlockStored(owner=self.name, hashes=result))
+            self._event("stored" if run.part == ENTRIES else "state_stored", len(result))
         self._pump()
+
+    def _record_names(self, names: Sequence[bytes], part: str) -> list[bytes]:
+        return list(names) if part == ENTRIES else [state_name(name) for name in names]
+
+    def _namespace(self, part: str) -> str:
+        return self.engine.namespace if part == ENTRIES else f"{self.engine.namespace}-{STATE}"
 
     def _forget(self, names: Sequence[bytes] | set[bytes]) -> None:
         for name in names:
@@ -179,32 +247,51 @@ class StoreTier:
 
     # ------------------------------------------------------------------------------------------------------- reading
 
-    def read(self, names: Sequence[bytes], blocks: Sequence[int], context: int, cost: Cost, mark: Any) -> int:
-        """Fills blocks with what the store has of the leading names; returns how many. For background threads.
+    def present(self, names: Sequence[bytes], part: str = ENTRIES) -> list[bool]:
+        """Of which of these blocks the store has this part. For background threads."""
+        return self.store.present(self._record_names(names, part), self._namespace(part))
 
-        0 where it has none, or where computing them behind `context` tokens is faster.
+    def read(
+        self, names: Sequence[bytes], blocks: Sequence[int], context: int, cost: Cost, mark: Any, *, replayed: int = 0
+    ) -> int:
+        """Fills blocks with what the store has of the entries of the leading names; returns how many.
+
+        0 where it has none, or where computing them behind `context` tokens is faster; of what is read, `replayed` tokens
+        are computed again all the same. For background threads.
         """
         layout = self.engine.layout
-        there = self.store.contains(names, layout.digest)
+        there = leading(self.present(names))
         if not there:
             return 0
-        size, tokens = there * layout.block_bytes, there * layout.block_tokens
+        size, tokens = there * layout.part_bytes(ENTRIES), max(0, there * layout.block_tokens - replayed)
         if not worth_restoring(self.speed.seconds(size), tokens, context, cost):
             self.speed.declined()
             self._event("declined", there)
             return 0
+        num = self._load(names[:there], blocks[:there], ENTRIES, mark)
+        self._event("restored", num)
+        return num
+
+    def read_states(self, names: Sequence[bytes], blocks: Sequence[int], mark: Any) -> bool:
+        """Fills blocks with the state of these names; False where one isn't there. For background threads."""
+        if not all(self.present(names, STATE)):
+            return False
+        num = self._load(names, blocks, STATE, mark)
+        self._event("state_restored", num)
+        return num == len(names)
+
+    def _load(self, names: Sequence[bytes], blocks: Sequence[int], part: str, mark: Any) -> int:
         began = time.monotonic()
+        records, namespace = self._record_names(names, part), self._namespace(part)
 
         def load(first: int, targets: Sequence[memoryview]) -> int:
-            found = self.store.get(names[first : first + len(targets)], targets, layout.digest)
-            return found.index(False) if False in found else len(found)
+            return leading(self.store.get(records[first : first + len(targets)], targets, namespace))
 
-        num = self.engine.staging.read(blocks[:there], mark, load)
+        num = self.engine.staging.read(blocks, mark, load, part)
         seconds = time.monotonic() - began
         if num:
-            self.speed.observe(num * layout.block_bytes, seconds)
+            self.speed.observe(num * self.engine.layout.part_bytes(part), seconds)
             self._seconds.observe(seconds)
-            self._event("restored", num)
         return num
 
     def tell_changes(self) -> None:
@@ -220,4 +307,5 @@ class StoreTier:
             self.ctx.send(BlockRemoved(owner=self.name, hashes=gone))
 
     def _event(self, event: str, number: int) -> None:
-        self._count.labels(tier=self.name, event=event).inc(number)
+        if number:
+            self._count.labels(tier=self.name, event=event).inc(number)

@@ -192,6 +192,12 @@ CACHE = (
         "prefix_cache_queries_tokens_total", "Prompt tokens looked up.", "Prefix cache", vllm="prefix_cache_queries"
     ),
     _counter("prefix_cache_hits_tokens_total", "Prompt tokens reused.", "Prefix cache", vllm="prefix_cache_hits"),
+    _counter(
+        "prefix_replay_tokens_total", "Prompt tokens run again for their window keys alone.", "Prefix cache", "mode"
+    ),
+    _counter(
+        "prefix_cache_unused_tokens_total", "Cached prompt tokens that hits were shortened by.", "Prefix cache", "mode"
+    ),
     _counter("prefix_cache_evictions_total", "Cached blocks evicted.", "Prefix cache"),
     _gauge("prefix_cache_blocks", "Blocks whose content is cached.", "Prefix cache"),
     _counter("cache_tier_blocks_total", "Blocks of lower tiers, by what was done.", "Prefix cache", "tier", "event"),

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Literal
 from pydantic import Field
 
 from flowinfer.cache.policies.eviction import Kind
+from flowinfer.cache.replay import DEFAULT, Mode
 from flowinfer.cache.tiers import RETENTION, STORES, Tiers
 from flowinfer.errors import ModelError, StageError, TransportError
 from flowinfer.message import (
@@ -56,6 +57,10 @@ class CacheLookup(Stage):
 
         share_inflight: let prompts wait for a prefix that another one is computing.  wait: for how long at most.
 
+        replay: what becomes of a hit that lacks the window keys at its end, in a model that has windows. exact: layers x
+        window tokens are run again, and the answer is that of a cold run.  bounded: one window is, and the answer near it.
+        off: the hit ends where window keys were kept.
+
         eviction: what goes first when a worker's pool is full, the block unused for longest, or the one that promises
         fewest hits, learned from the traffic.
 
@@ -69,6 +74,7 @@ class CacheLookup(Stage):
         share_inflight: bool = setting(True, change="live")
         wait: Duration = setting(30.0, change="live")
         eviction: Kind = setting("density", change="cold")
+        replay: Mode = setting(DEFAULT, change="cold")
         events: Events | None = setting(None, change="cold")
 
         def contract(self) -> Contract:
@@ -233,4 +239,4 @@ class CacheLookup(Stage):
             layout = hub.describe(hub.resolve(self.config.model)).layout(self.config.dtype)
         except ModelError as error:
             raise StageError(self.ctx.stage, error.message, help=error.help) from error
-        return layout.digest, layout.block_tokens
+        return layout.namespace(approximate=self.config.replay == "bounded"), layout.block_tokens

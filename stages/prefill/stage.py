@@ -6,6 +6,7 @@ Every token but the last is run here; decode's first step runs the last one, so 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
+from functools import partial
 from typing import TYPE_CHECKING, Literal
 
 from flowinfer.cache.tiers import STORES
@@ -34,7 +35,7 @@ from flowinfer.units import Duration, TokenCount
 if TYPE_CHECKING:
     from flowinfer.engine.engine import Engine
     from flowinfer.engine.held import HeldKV
-    from flowinfer.engine.lower_tiers import LowerTiers
+    from flowinfer.engine.lower_tiers import LowerTiers, Restored
 
 _RETRY_S = (
     0.005  # how soon a prompt that found no credit or no block asks again; a freed block isn't an event of its own
@@ -219,6 +220,7 @@ class Prefill(Stage):
         yield from self._schedule(prompt, held)
 
     def _schedule(self, prompt: Prompt, held: HeldKV) -> Iterable[Sequence]:
+        self.engine.prefixes.settle(held)
         total = len(prompt.history) - 1
         if held.num_computed >= total:
             yield from self._hand_over(prompt.id)
@@ -231,7 +233,7 @@ class Prefill(Stage):
         """Asks the owner of the next cached blocks to hold them, where its memory is ours to read."""
         if prompt.prefix is None or not self.engine.shares_memory:
             return False
-        at, owners = held.num_committed, prompt.prefix.owners
+        at, owners = held.num_found, prompt.prefix.owners
         if at >= len(owners) or owners[at] in (self.ctx.worker, *STORES):
             return False
         end = next((i for i in range(at, len(owners)) if owners[i] != owners[at]), len(owners))
@@ -244,8 +246,7 @@ class Prefill(Stage):
     def _take_pinned(self, event: KVPinned) -> Iterable[Sequence]:
         if self.pinning.pop(event.id, None) is not None:
             prompt, held = self.prompts[event.id], self.engine.held[event.id]
-            self.engine.copy_pinned(held, event.blocks)
-            self.engine.commit(held, prompt.history)
+            self.engine.prefixes.take_pinned(held, event.blocks, event.partial)
             if not self._restore(prompt, held):
                 yield from self._schedule(prompt, held)
         self.ctx.send(KVUnpin(id=event.id, reader=self.ctx.worker), to=event.owner)
@@ -258,20 +259,18 @@ class Prefill(Stage):
 
     def _restore(self, prompt: Prompt, held: HeldKV) -> bool:
         """Asks the lower tiers for the blocks that neither this worker nor another has."""
-        if self.lower is None or not self.lower.restore(prompt, held, lambda num: self._restored(prompt.id, num)):
+        then = partial(self._restored, prompt.id)
+        if self.lower is None or not self.lower.restore(prompt, held, then):
             return False
         self.restoring.add(prompt.id)
         return True
 
-    def _restored(self, request: str, num_blocks: int) -> Iterable[Sequence]:
+    def _restored(self, request: str, restored: Restored) -> Iterable[Sequence]:
         if request not in self.restoring:
             return  # cancelled meanwhile
         self.restoring.remove(request)
         prompt, held = self.prompts[request], self.engine.held[request]
-        if num_blocks:
-            held.num_computed += num_blocks * self.engine.layout.block_tokens
-            held.cached_tokens = held.num_computed
-            self.engine.commit(held, prompt.history)
+        self.engine.prefixes.take_restored(held, restored.num_blocks, restored.states)
         yield from self._schedule(prompt, held)
 
     def _tell_lower(self, lower: LowerTiers, event: Event) -> None:

@@ -20,6 +20,7 @@ from flowinfer.cache.disk.records import MAX_WORD
 from flowinfer.cache.disk.retention import Retention, SteadyClock, expiry_group
 from flowinfer.cache.disk.room import Janitor, Limits, alone
 from flowinfer.cache.disk.writer import Placing, Writer
+from flowinfer.cache.replay import leading
 from flowinfer.cache.sealing import Seal, Sealer
 from flowinfer.errors import FlowInferError
 from flowinfer.units import format_bytes
@@ -172,8 +173,12 @@ class DiskStore:
 
     def contains(self, names: Sequence[bytes], namespace: str) -> int:
         """How many of the leading blocks are there."""
+        return leading(self.present(names, namespace))
+
+    def present(self, names: Sequence[bytes], namespace: str) -> list[bool]:
+        """Which of the blocks are there."""
         known = self._find(names, namespace)
-        return next((i for i, name in enumerate(names) if name not in known), len(names))
+        return [name in known for name in names]
 
     def get(self, names: Sequence[bytes], targets: Sequence[Buffer], namespace: str) -> list[bool]:
         """Reads blocks into memory of their size, some at a time; says for each whether it is there and whole.

@@ -17,6 +17,7 @@ from flowinfer.cache.objects.aging import ObjectLimits, Stored, expired, needs_r
 from flowinfer.cache.objects.body import BodyFault, pack, unpack
 from flowinfer.cache.objects.client import Client
 from flowinfer.cache.objects.naming import ROOT, Named, parse, whole_seconds
+from flowinfer.cache.replay import leading
 from flowinfer.cache.sealing import Sealer
 
 log = logging.getLogger(__name__)
@@ -120,11 +121,15 @@ class ObjectStore:
 
     def contains(self, names: Sequence[bytes], namespace: str) -> int:
         """How many of the leading blocks are there, as far as is known; 0 while the store is out of order."""
+        return leading(self.present(names, namespace))
+
+    def present(self, names: Sequence[bytes], namespace: str) -> list[bool]:
+        """Which of the blocks are there, as far as is known; none while the store is out of order."""
         self._listed.wait(FIRST_LISTING_S)
         if self._monotonic() < self._paused_until:
-            return 0
+            return [False] * len(names)
         with self._lock:
-            return next((i for i, name in enumerate(names) if (namespace, name) not in self._there), len(names))
+            return [(namespace, name) in self._there for name in names]
 
     def get(self, names: Sequence[bytes], targets: Sequence[Buffer], namespace: str) -> list[bool]:
         """Reads blocks into memory of their size, some at a time; says for each whether it is there and whole."""

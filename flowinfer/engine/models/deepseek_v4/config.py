@@ -76,12 +76,13 @@ class V4Config(ModelConfig, frozen=True, kw_only=True):
         return 4 * self.hidden_size * (self.head_dim + self.index_dim) + index
 
     def sections(self) -> tuple[KVSection, ...]:
-        """What a block holds, layer by layer: window keys, compressed entries and index keys, rows of open groups.
+        """What a block holds: compressed entries and index keys of all layers, window keys, rows of open groups.
 
-        Window keys are kept for every token, so a prefix hit is exact and needs no replay. Rows of open groups are a
-        ring inside the block: the group (with the one before it where groups overlap) and SPARE_ROWS for drafts.
+        Window keys are kept for every token, so a prefix hit in the pool is exact and needs no replay. Rows of open
+        groups are a ring inside the block: the group (with the one before it where groups overlap) and SPARE_ROWS for
+        drafts. At the end of a block no group is open, but where they overlap the next one needs the last one's rows.
         """
-        found = []
+        found: list[KVSection] = []
         for layer, rate in enumerate(self.rates):
             found.append(KVSection("window", f"{layer}.window", self.block_tokens, self.head_dim))
             if not rate:
@@ -89,11 +90,13 @@ class V4Config(ModelConfig, frozen=True, kw_only=True):
             sparse = layer in self.sparse_layers
             entries, ring = self.block_tokens // rate, self.ring_rows(layer)
             found.append(KVSection("compressed", f"{layer}.entries", entries, self.head_dim))
-            found.append(KVSection("state", f"{layer}.tail", ring, 2 * self.head_dim * (2 if sparse else 1)))
+            width = 2 * self.head_dim * (2 if sparse else 1)
+            found.append(KVSection("state", f"{layer}.tail", ring, width, at_end=sparse))
             if sparse:
                 found.append(KVSection("compressed", f"{layer}.index", entries, self.index_dim))
                 found.append(KVSection("state", f"{layer}.index_tail", ring, 4 * self.index_dim))
-        return tuple(found)
+        places = ("entries", "state", "rest")
+        return tuple(sorted(found, key=lambda section: places.index(section.part)))
 
     def ring_rows(self, layer: int) -> int:
         """Rows of (value, gate) that a block keeps for the open group of this layer."""

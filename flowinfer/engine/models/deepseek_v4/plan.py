@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from flowinfer.engine.models.deepseek_v4.config import V4Config
-from flowinfer.engine.step import StepInput
+from flowinfer.engine.step import Replays, StepInput
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +77,8 @@ def make_plan(step: StepInput, config: V4Config) -> Plan:
     within = np.arange(len(sequence)) - step.query_starts[:-1].astype(np.int64)[sequence]
     positions = step.kv_lens.astype(np.int64)[sequence] - counts[sequence] + within
     tables = step.block_tables.astype(np.int64)
+    nothing = np.zeros(len(counts), np.int32)
+    replays = step.replays or Replays(nothing, nothing)
 
     def tensor(values: np.ndarray) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(values)).to(device)
@@ -85,13 +87,15 @@ def make_plan(step: StepInput, config: V4Config) -> Plan:
         return Rows(tensor(tables[sequences, at // size]), tensor(at % size % ring))
 
     back = positions[:, None] - np.arange(config.window - 1, -1, -1)
-    in_window = back >= 0
-    # A key before the start is replaced by the token's own: unseen keys are multiplied by zero, but must be numbers.
+    in_window = back >= replays.window_from.astype(np.int64)[sequence, None]
+    # A key before the start (of a replay) is replaced by the token's own: unseen keys are multiplied by zero, but must
+    # be numbers.
     window = rows(sequence[:, None], np.where(in_window, back, positions[:, None]))
 
     def closing(rate: int, slots: int, ring: int) -> Closing:
         starts = step.kv_lens - counts
-        first, last = starts // rate, step.kv_lens // rate
+        last = step.kv_lens // rate
+        first = np.minimum(np.maximum(starts, replays.entries_from) // rate, last)
         num = last - first
         owner = np.repeat(np.arange(len(counts)), num)
         group = np.arange(len(owner)) - (np.cumsum(num) - num)[owner] + first[owner]
