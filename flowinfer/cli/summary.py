@@ -7,6 +7,7 @@ from dataclasses import replace
 import click
 
 from flowinfer.graph.facets import FacetFlow
+from flowinfer.graph.kv_edges import kv_transports
 from flowinfer.graph.model import Graph, Wire
 from flowinfer.graph.plan import API, Plan
 from flowinfer.graph.planner import joined, plan_of
@@ -59,11 +60,15 @@ def _edges(graph: Graph) -> list[str]:
 
 
 def transport(graph: Graph, wire: Wire) -> str:
-    """How messages of this edge travel: `call` inside a worker, else ipc or tcp, and how they are shared out."""
+    """How messages of this edge travel: `call` inside a worker, else ipc or tcp, and how they are shared out.
+
+    For an edge that carries KV also how that comes, where it isn't a call.
+    """
     how = "call" if graph.is_fused(wire) else graph.document.sections.network.transport
     extras: list[str] = [wire.options.dispatch] if wire.options.dispatch != "pull" else []
     extras += [f"arm {wire.arm.upper()}"] if wire.arm else []
     extras += ["back"] if wire.options.back and API not in (wire.source, wire.target) else []
+    extras += [f"kv:{'|'.join(kv_transports(graph, wire))}"] if how != "call" and kv_transports(graph, wire) else []
     return " ".join([how, *extras])
 
 

@@ -7,6 +7,7 @@ from flowinfer.graph.agreement import check_beside, check_conflicts, check_dispa
 from flowinfer.graph.build import build_graph
 from flowinfer.graph.connections import check_answers, check_loops, check_ports
 from flowinfer.graph.facets import FacetFlow, check_facets
+from flowinfer.graph.kv_edges import check_transports
 from flowinfer.graph.model import Graph
 from flowinfer.graph.placement import check_network, check_wires, check_workers
 from flowinfer.spec import Document
@@ -46,6 +47,7 @@ def check_one(document: Document) -> Graph:
     check_workers(graph)
     check_wires(graph, apart)
     check_network(graph)
+    check_transports(graph)
     if graph.is_acyclic() and not any(problem.code == "FI311" for problem in graph.problems):
         # Facets have no beginning in a loop that isn't closed on purpose, and don't pass by a back edge.
         flow = FacetFlow(graph)

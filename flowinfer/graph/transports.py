@@ -60,35 +60,37 @@ class End(NamedTuple):
     device: str
     host: str = ""
 
-    @property
-    def kinds(self) -> frozenset[str]:
-        """What the end may turn out to run on."""
-        return frozenset({"cpu", "cuda"}) if self.device == AUTO else frozenset({self.device.partition(":")[0]})
-
 
 def fitting(owner: End, taker: End) -> list[str]:
-    """Names of the transports between two ends that `auto` may take, best first; with a device left open, those of all
-    that it may be."""
-    found = []
-    for transport in TRANSPORTS.values():
-        if not transport.by_name and transport.is_there and not why_not(transport.name, owner, taker):
-            found.append(transport.name)
-            if transport.device == "" or owner.kinds == taker.kinds == {transport.device}:
-                break  # it always fits, so nothing behind it is ever taken
-    return found
+    """What `auto` takes between two ends: one name, or several where it depends on what a device turns out to be."""
+    found = [_best(a, b) for a in _settled(owner) for b in _settled(taker) if _may_be(owner, a, taker, b)]
+    return list(dict.fromkeys(found))
+
+
+def _settled(end: End) -> list[End]:
+    """What the end may turn out to be."""
+    return [end._replace(device=device) for device in ("cpu", "cuda")] if end.device == AUTO else [end]
+
+
+def _may_be(owner: End, a: End, taker: End, b: End) -> bool:
+    return owner.device != taker.device or a.device == b.device  # on one host, `auto` is the same for both
+
+
+def _best(owner: End, taker: End) -> str:
+    ways = (way for way in TRANSPORTS.values() if not way.by_name and way.is_there)
+    return next(way.name for way in ways if not why_not(way.name, owner, taker))
 
 
 def why_not(name: str, owner: End, taker: End) -> str:
-    """Why this transport can't be between the two ends, "" if it can."""
+    """Why this transport can't be between the two ends whatever `auto` turns out to be, "" if it can."""
     transport = TRANSPORTS[name]
     if transport.reach == "worker" and owner.worker != taker.worker:
-        return "they are two workers"
+        return f"`{owner.worker}` and `{taker.worker}` are two workers"
     if transport.reach == "host" and owner.host != taker.host:
-        return (
-            f"`{owner.worker}` runs on {owner.host or 'this host'} and `{taker.worker}` on {taker.host or 'this host'}"
-        )
+        places = [f"`{end.worker}` runs on {end.host or 'this host'}" for end in (owner, taker)]
+        return " and ".join(places)
     for end in (owner, taker):
-        if transport.device and transport.device not in end.kinds:
+        if transport.device and end.device != AUTO and end.device.partition(":")[0] != transport.device:
             return f"`{end.worker}` runs on {end.device}, and {name} needs {_DEVICES[transport.device]} at both ends"
     return ""
 
