@@ -15,7 +15,7 @@ F64 = NDArray[np.float64]
 WINDOW = 512  # drafts that a fit looks at
 EVERY = 64  # new ones between two fits
 ROUNDS = 20  # of a fit, from where the last one ended
-TRUST = 4.0  # drafts' worth of belief that the drafter is right as it is
+TRUST = np.array([32.0, 2.0])  # in temperature 1 and offset 0: a shift of all is the likelier error
 _EDGE = 1e-4  # probabilities nearer to 0 or 1 say no more than this
 
 
@@ -47,11 +47,11 @@ class Calibration:
             self._fit()
 
     def _fit(self) -> None:
-        """Least log-loss, with TRUST in (1, 0), by steps that never overshoot (curvature bound of Boehning, 1992)."""
+        """Least log-loss, with TRUST, by steps that never overshoot (curvature bound of Boehning, 1992)."""
         self._fitted = self._num
         seen = min(self._num, WINDOW)
         x, held, weights = self._features[:seen], self._held[:seen], self._weights
-        inverse = np.linalg.inv(x.T @ x / 4 + TRUST * np.eye(2))
+        inverse = np.linalg.inv(x.T @ x / 4 + np.diag(TRUST))
         for _ in range(ROUNDS):
             weights = weights + inverse @ (x.T @ (held - _sigmoid(x @ weights)) - TRUST * (weights - [1.0, 0.0]))
         self._weights = np.array([max(weights[0], 0.0), weights[1]])  # what is likelier never holds less often
