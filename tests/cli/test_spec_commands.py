@@ -44,7 +44,9 @@ def test_check_of_a_right_file_says_what_it_comes_to() -> None:
     result = run("check", PROD)
     assert result.exit_code == 0
     assert "8 stages, 10 edges, 3 workers (3 processes)" in result.stdout
-    assert "lookup -> prefill     Prompt    ipc bucket  bucket, prefix, tokens" in result.stdout
+    rows = [line.split() for line in result.stdout.splitlines()]
+    assert ["lookup", "->", "prefill", "Prompt", "ipc", "bucket", "bucket,", "prefix,", "tokens"] in rows
+    assert any(row[:5] == ["prefill", "->", "transfer", "Sequence", "ipc"] and row[5].startswith("kv:") for row in rows)
 
 
 def test_check_points_at_the_mistake_and_exits_with_1(broken: Path) -> None:
