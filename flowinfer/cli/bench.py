@@ -144,8 +144,9 @@ def _routing_table(routed: list[Routed]) -> Table:
     from rich.table import Table
 
     table = Table("dispatch", box=None)
-    for heading in ("hit rate", "busiest / mean", "mean wait", "95 %"):
+    for heading in ("hit rate", "busiest / mean", "mean wait", "95 %", "of short ones"):
         table.add_column(heading, justify="right")
     for r in routed:
-        table.add_row(r.way, f"{r.hit_rate:.2%}", f"{r.balance:.2f}", f"{r.wait_mean_s:.2f} s", f"{r.wait_p95_s:.2f} s")
+        waits = (f"{wait:.2f} s" for wait in (r.wait_mean_s, r.wait_p95_s, r.wait_short_s))
+        table.add_row(r.way, f"{r.hit_rate:.2%}", f"{r.balance:.2f}", *waits)
     return table

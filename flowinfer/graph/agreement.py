@@ -19,9 +19,9 @@ def check_dispatch(graph: Graph, flow: FacetFlow) -> None:
         _check_key(graph, wire)
         _check_unit(graph, wire)
         has = flow.of(wire)
-        if wire.options.dispatch == "bucket" and has is not None:
+        if wire.options.by("bucket") and has is not None:
             _check_buckets(graph, flow, wire, has)
-        if wire.options.dispatch == "prefix" and has is not None and "prefix" not in has:
+        if wire.options.by("prefix") and has is not None and "prefix" not in has:
             mark = graph.document.value_mark(*wire.path, "dispatch")
             message = f"`{wire.name}` is shared out by cached prefix, but its messages have none."
             graph.problem("FI321", message, mark, "Put a cache-lookup before it, or remove `dispatch: prefix`.")
@@ -101,6 +101,18 @@ def _check_conflict(graph: Graph, stage: StageNode, other: StageNode, conflict: 
     message = f"{pair} exclude each other."
     note = (theirs, f"`{conflict.other}: {value}`")
     graph.problem("FI318", message, mine, conflict.reason, [note])
+
+
+def check_fits(graph: Graph) -> None:
+    """Settings that must suit the model of another stage."""
+    for stage in graph.stages.values():
+        for fit in stage.contract.fits if stage.contract else ():
+            for other in graph.stages.values():
+                use = other.contract.model if other.contract and other.kind == fit.kind else None
+                if use and use.model and "${" not in use.model and (found := fit.check(use.model)):
+                    mark = graph.document.value_mark("stages", stage.name, "with", fit.setting)
+                    note = (graph.document.value_mark("stages", other.name, "with", "model"), f"`{use.model}`")
+                    graph.problem("FI325", found[0], mark, found[1], [note])
 
 
 def check_beside(graph: Graph) -> set[frozenset[str]]:

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import msgspec
 
-Dispatch = Literal["pull", "bucket", "hash", "prefix"]
+Dispatch = Literal["pull", "bucket", "hash", "prefix", "bucket+prefix"]
 API = "api"  # the reserved stage: gives Call, takes Text; lives in the front worker
 FRONT = "front"  # the worker of api and of every stage that isn't placed
 

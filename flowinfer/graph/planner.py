@@ -18,7 +18,7 @@ from flowinfer.graph.model import Graph, StageNode, Wire
 from flowinfer.graph.placement import workers
 from flowinfer.graph.plan import API, FRONT, EdgePlan, NetworkPlan, Plan, ServePlan, StagePlan, WorkerPlan
 from flowinfer.spec import Document, load
-from flowinfer.spec.models import Worker
+from flowinfer.spec.models import Edge, Worker
 from flowinfer.units import format_duration
 
 DEFAULT_CAPACITY = 256
@@ -144,7 +144,7 @@ def _edge(graph: Graph, flow: FacetFlow, wire: Wire) -> EdgePlan:
     assert wire.out and wire.into, "an edge without ports passed the check"
     options = wire.options
     unit = unit_of(graph, wire) or "messages"
-    lanes = lanes_of(flow.sources(wire, "bucket")[0]) if options.dispatch == "bucket" else ("",)
+    lanes = lanes_of(flow.sources(wire, "bucket")[0]) if options.by("bucket") else ("",)
     return EdgePlan(
         name=wire.name,
         source=wire.source,
@@ -154,17 +154,17 @@ def _edge(graph: Graph, flow: FacetFlow, wire: Wire) -> EdgePlan:
         dispatch=options.dispatch,
         key=options.key or "",
         lanes=lanes,
-        capacity=options.capacity or _capacity(unit, options.dispatch),
+        capacity=options.capacity or _capacity(unit, options),
         unit=unit,
         back=options.back,
         fused=graph.is_fused(wire),
     )
 
 
-def _capacity(unit: str, dispatch: str) -> int:
+def _capacity(unit: str, options: Edge) -> int:
     if unit == "blocks":
         return 1  # the consumer offers its blocks once it knows how many it has
-    return BUCKET_CAPACITY if dispatch == "bucket" else DEFAULT_CAPACITY
+    return BUCKET_CAPACITY if options.by("bucket") else DEFAULT_CAPACITY
 
 
 def _workers(graph: Graph, order: list[str]) -> dict[str, WorkerPlan]:

@@ -82,10 +82,16 @@ class Buckets:
             self._names = set(by_name)
             self._policy.resize(self._names)
         waiting = {lane: predicted_ms(head.work) for lane, head in heads.items()}
-        ready = {(c.name, lane) for c in consumers for lane, head in heads.items() if c.takes(lane, head.cost)}
         idle = {consumer.name for consumer in consumers if not consumer.outstanding}
+        ready, idle = self._offers(heads, consumers, idle)
         chosen = self._policy.choose(waiting, ready, idle)
         return None if chosen is None else (chosen[1], by_name[str(chosen[0])])
+
+    def _offers(
+        self, heads: Mapping[str, Head], consumers: Sequence[Consumer], idle: set[str]
+    ) -> tuple[set[tuple[str, str]], set[str]]:
+        """Pairs of instance and lane that may be served now, and the instances that may serve any lane."""
+        return {(c.name, lane) for c in consumers for lane, head in heads.items() if c.takes(lane, head.cost)}, idle
 
     def weigh(self, message: Message, consumer: Consumer) -> float:
         return 0.0
@@ -115,6 +121,42 @@ class Prefix:
         return predicted_ms(tokens) - (predicted_ms(cached) if holder == consumer.name else 0.0)
 
 
+class BucketPrefix(Buckets):
+    """Lanes as with buckets; within the share of a lane, and among the idle, who holds the prompt's prefix gets it.
+
+    A holder outside of that gets it too if what is left to compute fits into one step, which holds nobody up for long.
+    """
+
+    def _offers(
+        self, heads: Mapping[str, Head], consumers: Sequence[Consumer], idle: set[str]
+    ) -> tuple[set[tuple[str, str]], set[str]]:
+        from flowinfer.stages.bucket_route.policy import QUANTUM_MS
+        from flowinfer.stages.cache_lookup.placement import place
+
+        offers: set[tuple[str, str]] = set()
+        guests: set[str] = set()
+        for lane, head in heads.items():
+            assert head.message is not None, "an outbox shows the message"
+            holder, cached, key = _prefix_of(head.message)
+            saved = predicted_ms(cached)
+            fits = predicted_ms(head.work) - saved <= QUANTUM_MS
+            able = [consumer for consumer in consumers if consumer.takes(lane, head.cost)]
+            queues = {
+                c.name: sum(c.sent.values())
+                for c in able
+                if c.name in idle or lane in self._policy.home(c.name) or (c.name == holder and fits)
+            }
+            if queues:
+                chosen = place(queues, holder, saved, key)
+                offers.add((chosen, lane))
+                if lane not in self._policy.home(chosen):
+                    guests.add(chosen)
+        return offers, guests
+
+    def weigh(self, message: Message, consumer: Consumer) -> float:
+        return Prefix().weigh(message, consumer)
+
+
 def _prefix_of(message: Message) -> tuple[str, float, bytes]:
     """Who holds the start of a prompt, how many tokens of it, and a name for that start."""
     from flowinfer.stages.cache_lookup.placement import leading_run
@@ -142,6 +184,11 @@ def rendezvous(key: str, names: Sequence[str]) -> str:
 
 def make_dispatch(edge: EdgePlan) -> Dispatch:
     """The policy of an edge. With `hash` each message is bound to its instance before, so that Pull only meets one."""
-    if edge.dispatch == "prefix":
-        return Prefix()
-    return Buckets(edge.lanes) if edge.dispatch == "bucket" else Pull()
+    match edge.dispatch:
+        case "prefix":
+            return Prefix()
+        case "bucket":
+            return Buckets(edge.lanes)
+        case "bucket+prefix":
+            return BucketPrefix(edge.lanes)
+    return Pull()

@@ -118,7 +118,7 @@ class Outbox:
         self._lanes: dict[str, deque[Message]] = {lane: deque() for lane in edge.lanes}
         self._default = self._lanes[edge.lanes[0]]
         self._by_bucket = len(edge.lanes) > 1
-        self._simple = not self._by_bucket and edge.dispatch not in ("hash", "prefix")
+        self._simple = not self._by_bucket and edge.dispatch in ("pull", "bucket")
 
     # -- sending -------------------------------------------------------------------------------------------------------
 

@@ -18,29 +18,44 @@ from flowinfer.cache.index import BlockIndex
 from flowinfer.cache.policies.eviction import LRU
 from flowinfer.engine.pool import KVPool
 from flowinfer.message import PrefixHint, Prompt, Sampling
-from flowinfer.runtime.dispatch import Consumer, Dispatch, Head, Prefix, Pull, predicted_ms, rendezvous
+from flowinfer.runtime.dispatch import (
+    BucketPrefix,
+    Buckets,
+    Consumer,
+    Dispatch,
+    Head,
+    Prefix,
+    Pull,
+    predicted_ms,
+    rendezvous,
+)
 from flowinfer.sim.trace import Trace, TraceRequest
 
 CREDIT = 256
-WAYS = ("pull", "hash", "prefix")
+BUCKETS = {"short": 2_048, "medium": 16_384, "long": 65_536, "huge": math.inf}  # bucket-route's own, in tokens
+WAYS = ("pull", "hash", "prefix", "bucket", "bucket+prefix")
 
 
 @dataclass
 class Routed:
-    """hit_rate of all blocks; balance: work of the busiest worker over the mean; waits in seconds of trace time."""
+    """hit_rate of all blocks; balance: work of the busiest worker over the mean; waits in seconds of trace time.
+
+    wait_short_s: mean of the prompts of the shortest bucket that the trace has.
+    """
 
     way: str
     hit_rate: float
     balance: float
     wait_mean_s: float
     wait_p95_s: float
+    wait_short_s: float
 
 
 @dataclass
 class _Worker:
     consumer: Consumer
     pool: KVPool
-    queue: deque[tuple[int, TraceRequest]] = field(default_factory=deque)  # the first one is being computed
+    queue: deque[tuple[int, str, TraceRequest]] = field(default_factory=deque)  # the first one is being computed
     busy_s: float = 0.0
 
 
@@ -54,38 +69,42 @@ class _Run:
     speed: float  # predicted ms that one worker does in a second of the trace
     hits: int = 0
     waits: list[float] = field(default_factory=list)
+    short_waits: list[float] = field(default_factory=list)
+    shortest: str = ""  # bucket
     ends: list[tuple[float, int, _Worker]] = field(default_factory=list)  # of what is being computed
 
     def finish_until(self, now: float) -> None:
         """Caches what was computed by now; its workers go on with their next ones."""
         while self.ends and self.ends[0][0] <= now:
             at, number, worker = heapq.heappop(self.ends)
-            _, request = worker.queue.popleft()
+            _, lane, request = worker.queue.popleft()
             worker.consumer.sent.pop(str(number))
             worker.consumer.outstanding -= 1
-            worker.consumer.credit[""] += 1
+            worker.consumer.credit[lane] += 1
             keep(worker.pool, request.blocks)
             if worker.queue:
                 self._begin(worker, at)
 
-    def add(self, number: int, worker: _Worker, request: TraceRequest, work: float) -> None:
+    def add(self, number: int, worker: _Worker, lane: str, request: TraceRequest, work: float) -> None:
         """Queues a request on a worker."""
         worker.consumer.sent[str(number)] = work
         worker.consumer.outstanding += 1
-        worker.consumer.credit[""] -= 1
-        worker.queue.append((number, request))
+        worker.consumer.credit[lane] -= 1
+        worker.queue.append((number, lane, request))
         if len(worker.queue) == 1:
             self._begin(worker, request.at)
 
     def _begin(self, worker: _Worker, at: float) -> None:
         """The request finds what the worker has cached by now."""
-        number, request = worker.queue[0]
+        number, _, request = worker.queue[0]
         found = worker.pool.num_matching(request.blocks)
         tokens = float(request.input_length)
         cost = predicted_ms(tokens) - predicted_ms(tokens * found / max(1, len(request.blocks)))
         worker.busy_s += cost / self.speed
         self.hits += found
         self.waits.append(at - request.at)
+        if bucket_of(request) == self.shortest:
+            self.short_waits.append(at - request.at)
         heapq.heappush(self.ends, (at + cost / self.speed, number, worker))
 
 
@@ -108,11 +127,12 @@ def route(trace: Trace, way: str, num_workers: int, blocks_each: int, load: floa
     most = trace.requests[: max(1, len(trace.requests) * 9 // 10)]
     span = max(most[-1].at - most[0].at, 1e-9)
     speed = sum(predicted_ms(request.input_length) for request in most) / (span * num_workers * load)
-    run, choose = _Run(trace, index, workers, speed), _chooser(way)
+    shortest = bucket_of(min(trace.requests, key=lambda request: request.input_length))
+    run, choose = _Run(trace, index, workers, speed, shortest=shortest), _chooser(way)
     for number, request in enumerate(trace.requests):
         run.finish_until(request.at)
-        worker, work = choose(run, number, request)
-        run.add(number, worker, request, work)
+        worker, lane, work = choose(run, number, request)
+        run.add(number, worker, lane, request, work)
     run.finish_until(math.inf)
     busy = [worker.busy_s for worker in workers]
     waits = np.sort(run.waits)
@@ -122,7 +142,13 @@ def route(trace: Trace, way: str, num_workers: int, blocks_each: int, load: floa
         max(busy) / (sum(busy) / num_workers),
         float(waits.mean()),
         float(waits[int(0.95 * (len(waits) - 1))]),
+        float(np.mean(run.short_waits)),
     )
+
+
+def bucket_of(request: TraceRequest) -> str:
+    """As bucket-route's defaults have it."""
+    return next(name for name, bound in BUCKETS.items() if request.input_length <= bound)
 
 
 def _worker(name: str, num_blocks: int, index: BlockIndex) -> _Worker:
@@ -134,29 +160,35 @@ def _worker(name: str, num_blocks: int, index: BlockIndex) -> _Worker:
         on_removed=lambda names: index.removed(name, names),
         eviction=LRU(),
     )
-    return _Worker(Consumer(name, 1, connected=True, credit={"": CREDIT}), pool)
+    return _Worker(Consumer(name, 1, connected=True, credit=dict.fromkeys(("", *BUCKETS), CREDIT)), pool)
 
 
-def _chooser(way: str) -> Callable[[_Run, int, TraceRequest], tuple[_Worker, float]]:
+Choice = Callable[[_Run, int, TraceRequest], tuple[_Worker, str, float]]  # who, in which lane, work that it is
+
+
+def _chooser(way: str) -> Choice:
     if way == "hash":
         return _hashed
-    dispatch: Dispatch = Prefix() if way == "prefix" else Pull()
+    lanes = tuple(BUCKETS)
+    ways: dict[str, Dispatch] = {"prefix": Prefix(), "bucket": Buckets(lanes), "bucket+prefix": BucketPrefix(lanes)}
+    dispatch = ways.get(way, Pull())
 
-    def choose(run: _Run, number: int, request: TraceRequest) -> tuple[_Worker, float]:
+    def choose(run: _Run, number: int, request: TraceRequest) -> tuple[_Worker, str, float]:
         message = _prompt(run, number, request)
+        lane = bucket_of(request) if "bucket" in way else ""
         consumers = [worker.consumer for worker in run.workers]
-        chosen = dispatch.choose({"": Head(1, 1, float(request.input_length), message)}, consumers)
+        chosen = dispatch.choose({lane: Head(1, 1, float(request.input_length), message)}, consumers)
         consumer = chosen[1] if chosen else min(consumers, key=lambda c: c.outstanding)  # none has credit
-        return run.workers[consumers.index(consumer)], dispatch.weigh(message, consumer)
+        return run.workers[consumers.index(consumer)], lane, dispatch.weigh(message, consumer)
 
     return choose
 
 
-def _hashed(run: _Run, number: int, request: TraceRequest) -> tuple[_Worker, float]:
+def _hashed(run: _Run, number: int, request: TraceRequest) -> tuple[_Worker, str, float]:
     """By session where the trace names them; else by the second block, the first that not all prompts share."""
     key = request.session or (request.blocks[:2] or (b"",))[-1].hex()
     name = rendezvous(key, [worker.consumer.name for worker in run.workers])
-    return next(worker for worker in run.workers if worker.consumer.name == name), 0.0
+    return next(worker for worker in run.workers if worker.consumer.name == name), "", 0.0
 
 
 def _prompt(run: _Run, number: int, request: TraceRequest) -> Prompt:

@@ -26,6 +26,20 @@ AutoSize = Annotated[ByteSize, BeforeValidator(_auto, json_schema_input_type=Lit
 AutoCount = Annotated[int, BeforeValidator(_auto, json_schema_input_type=Literal["auto"] | int), Field(ge=0, le=1024)]
 
 
+def _joined(ways: object) -> object:
+    """[bucket, prefix] as one word; their order says nothing."""
+    if not isinstance(ways, list):
+        return ways
+    if sorted(map(str, ways)) != ["bucket", "prefix"]:
+        raise ValueError("only bucket and prefix go together: dispatch: [bucket, prefix]")
+    return "bucket+prefix"
+
+
+_WAY = Literal["pull", "bucket", "hash", "prefix"]
+Dispatch = Annotated[
+    Literal["pull", "bucket", "hash", "prefix", "bucket+prefix"],
+    BeforeValidator(_joined, json_schema_input_type=_WAY | list[Literal["bucket", "prefix"]]),
+]
 LogLevel = Literal["debug", "info", "warning", "error"]
 
 
@@ -188,9 +202,9 @@ class StageEntry(Section):
 class Edge(Section):
     """How messages of one edge travel. Leave it empty for the defaults."""
 
-    dispatch: Literal["pull", "bucket", "hash", "prefix"] = "pull"
+    dispatch: Dispatch = "pull"
     """pull: whoever is free takes the next; bucket: a queue for each bucket; hash: equal keys, equal replica;
-    prefix: who holds the prompt's prefix, unless its queue is longer than what that saves."""
+    prefix: who holds the prompt's prefix, unless its queue is longer than what that saves; [bucket, prefix]: both."""
     key: str | None = None
     """With dispatch `hash`: the field of the message that is hashed, as in cache_salt."""
     capacity: int | None = Field(default=None, ge=1)
@@ -199,6 +213,10 @@ class Edge(Section):
     """What the capacity counts; the consuming stage knows."""
     back: bool = False
     """Closes a loop, as from verify back to decode."""
+
+    def by(self, way: Literal["bucket", "hash", "prefix"]) -> bool:
+        """Whether messages are shared out that way, alone or with another."""
+        return way in self.dispatch.split("+")
 
 
 class ArmOverlay(Section):

@@ -46,6 +46,13 @@ def test_types_choose_the_ports(prod: Plan) -> None:
     assert edges["verify -> detokenize"] == ("Tokens", False)
 
 
+@pytest.mark.parametrize("written", ["[bucket, prefix]", "[prefix, bucket]", "bucket+prefix"])
+def test_bucket_and_prefix_go_together_with_a_lane_a_bucket(written: str) -> None:
+    plan = load_plan(PIPELINES / "prod.yaml", sets=[f'edges."lookup -> prefill".dispatch={written}'])
+    (edge,) = (edge for edge in plan.edges if edge.name == "lookup -> prefill")
+    assert edge.dispatch == "bucket+prefix" and edge.lanes == ("short", "medium", "long", "huge")
+
+
 def test_bucket_dispatch_has_a_lane_a_bucket(prod: Plan) -> None:
     (edge,) = (edge for edge in prod.edges if edge.dispatch == "bucket")
     assert edge.lanes == ("short", "medium", "long", "huge")

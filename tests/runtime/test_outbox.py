@@ -286,6 +286,42 @@ def test_prefix_sends_prompts_to_the_holder_until_its_queue_outweighs_the_prefix
     assert {sent[2]: sent[0] for sent in wire.sent} == {"r0": "b.1", "r1": "b.1", "r2": "b.0"}
 
 
+BOTH = msgspec.structs.replace(EDGE, dispatch="bucket+prefix", lanes=("short", "long"))
+
+
+def laned(request: str, lane: str, owners: list[str], num_tokens: int = 640) -> Prompt:
+    made = hinted(request, owners, num_tokens)
+    made.bucket = lane
+    return made
+
+
+def test_within_the_share_of_a_lane_the_holder_of_the_prefix_gets_the_prompt() -> None:
+    for holder in ("b.0", "b.2"):
+        wire = Wire()
+        outbox = outbox_to(wire, dict.fromkeys(("b.0", "b.1", "b.2", "b.3"), 8), BOTH)  # b.0, b.2 serve `short`
+        for consumer in outbox.consumers.values():
+            consumer.outstanding = 1  # nobody is idle
+        put(outbox, laned("r0", "short", [holder] * 5, 4_000))
+        assert [(sent[0], sent[1]) for sent in wire.sent] == [(holder, "short")]
+
+
+@pytest.mark.parametrize(("num_cached", "goes_to"), [(10, "b.1"), (3, "b.0")])
+def test_a_holder_of_another_lane_gets_what_fits_into_a_step_and_no_more(num_cached: int, goes_to: str) -> None:
+    wire = Wire()
+    outbox = outbox_to(wire, {"b.0": 8, "b.1": 8}, BOTH)  # b.0 serves `short`, b.1 `long`
+    for consumer in outbox.consumers.values():
+        consumer.outstanding = 1
+    put(outbox, laned("r0", "short", ["b.1"] * num_cached, 1_000))
+    assert [(sent[0], sent[1]) for sent in wire.sent] == [(goes_to, "short")]
+
+
+def test_a_lane_whose_share_is_full_waits_and_lets_the_other_pass() -> None:
+    wire = Wire()
+    outbox = outbox_to(wire, {"b.0": 1, "b.1": 1}, BOTH)
+    put(outbox, *(laned(f"s{i}", "short", ["b.0"] * 5) for i in range(4)), laned("l0", "long", [], 4_000))
+    assert [sent[:3] for sent in wire.sent] == [("b.0", "short", "s0"), ("b.1", "long", "l0")]
+
+
 def test_prefix_forgets_the_work_of_what_came_back() -> None:
     wire = Wire()
     outbox = outbox_by_prefix(wire)
@@ -339,7 +375,7 @@ HASHED = msgspec.structs.replace(EDGE, dispatch="hash", key="id")
 
 
 @given(
-    shapes=st.lists(st.sampled_from([EDGE, BUCKETED, HASHED]), min_size=1, max_size=4),
+    shapes=st.lists(st.sampled_from([EDGE, BUCKETED, HASHED, BOTH]), min_size=1, max_size=4),
     batches=st.lists(st.integers(0, 12), min_size=5, max_size=5),
 )
 @settings(deadline=None)
