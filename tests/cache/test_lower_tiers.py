@@ -163,6 +163,60 @@ def test_bad_objects_mean_computing_again_and_never_another_answer(
     assert counts(again, "object")[causes[fault]] > 0
 
 
+class SlowStore:
+    """Puts nothing until `permits` have been asked for by a tier that is being closed."""
+
+    def __init__(self, running: Service, num_asked: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.asked: list[str] = []
+        self.gate = threading.Event()
+        (tier,) = running.decode.lower.tiers
+        self.store, put = tier.store, tier.store.put
+
+        def slow(*arguments: Any, **more: Any) -> Any:
+            assert self.gate.wait(60)
+            return put(*arguments, **more)
+
+        def still_closing(doing: str, since: float) -> bool:
+            self.asked.append(doing)
+            if len(self.asked) == num_asked:
+                self.gate.set()
+            return len(self.asked) <= 5
+
+        monkeypatch.setattr("flowinfer.engine.store_tier.TICK_S", 0.01)
+        monkeypatch.setattr(tier.store, "put", slow)
+        monkeypatch.setattr(tier.ctx, "still_closing", still_closing)
+
+
+def test_a_slow_store_gets_the_time_that_it_needs_to_write_what_is_queued(
+    llama: Path, tmp_path: Path, services: list[Service], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    running = start(services, llama, disk(tmp_path), num_blocks=32)
+    slow = SlowStore(running, 4, monkeypatch)
+    texts = [answer(running, id, seed)[0] for seed, id in enumerate("ab")]
+    assert slow.store.counts["stored"] == 0
+    stop(services, running)
+    assert slow.asked == ["writes cached blocks to the disk tier"] * len(slow.asked) and len(slow.asked) >= 4
+    again = start(services, llama, disk(tmp_path), num_blocks=32)
+    assert [answer(again, id, seed) for seed, id in enumerate("cd")] == [(text, 256) for text in texts]
+
+
+def test_what_a_store_has_no_time_for_is_told_and_the_worker_ends(
+    llama: Path,
+    tmp_path: Path,
+    services: list[Service],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    running = start(services, llama, disk(tmp_path), num_blocks=32)
+    slow = SlowStore(running, 0, monkeypatch)
+    monkeypatch.setattr(slow.store, "close", lambda: None)  # it would wait for its writers
+    for seed, id in enumerate("ab"):
+        answer(running, id, seed)
+    stop(services, running)
+    assert len(slow.asked) == 6 and "no time to write" in caplog.text
+    slow.gate.set()
+
+
 class Gated(Files):
     """Reads of blocks wait for the gate."""
 
