@@ -12,21 +12,21 @@ from numpy.typing import NDArray
 
 F32 = NDArray[np.float32]
 F64 = NDArray[np.float64]
-WINDOW = 512  # drafts that a fit looks at
-EVERY = 64  # new ones between two fits
-ROUNDS = 20  # of a fit, from where the last one ended
+WINDOW = 1024  # drafts that a fit looks at
+FIRST, GROWTH = 64, 1.5  # drafts before the first fit; from fit to fit that many times more, at most half a WINDOW more
+ROUNDS = 10  # of a fit, from where the last one ended
 TRUST = np.array([32.0, 2.0])  # in temperature 1 and offset 0: a shift of all is the likelier error
 _EDGE = 1e-4  # probabilities nearer to 0 or 1 say no more than this
 
 
 class Calibration:
-    """sigmoid(logit(p) / temperature + offset), by the last WINDOW drafts; p itself until there are EVERY."""
+    """sigmoid(logit(p) / temperature + offset), by the last WINDOW drafts; p itself until there are FIRST."""
 
     def __init__(self) -> None:
         self._weights: F64 = np.array([1.0, 0.0])
         self._features = np.ones((WINDOW, 2))
         self._held = np.zeros(WINDOW)
-        self._num, self._fitted = 0, 0
+        self._num, self._due = 0, FIRST
 
     @property
     def temperature(self) -> float:
@@ -40,15 +40,16 @@ class Calibration:
 
     def learn(self, probabilities: F32, held: NDArray[np.bool_]) -> None:
         """Drafts of these probabilities [m] were put to the test, and these held."""
+        probabilities, held = probabilities[-WINDOW:], held[-WINDOW:]
         at = (self._num + np.arange(len(held))) % WINDOW
         self._features[at, 0], self._held[at] = _logit(probabilities), held
         self._num += len(held)
-        if self._num >= self._fitted + EVERY:
+        if self._num >= self._due:
+            self._due = min(int(self._num * GROWTH), self._num + WINDOW // 2)
             self._fit()
 
     def _fit(self) -> None:
         """Least log-loss, with TRUST, by steps that never overshoot (curvature bound of Boehning, 1992)."""
-        self._fitted = self._num
         seen = min(self._num, WINDOW)
         x, held, weights = self._features[:seen], self._held[:seen], self._weights
         inverse = np.linalg.inv(x.T @ x / 4 + np.diag(TRUST))

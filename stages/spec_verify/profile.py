@@ -6,6 +6,7 @@ holds times that can be; any other is measured again and written over.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import platform
@@ -88,7 +89,8 @@ def save_table(file: Path, table: StepTable) -> None:
         partial.write_bytes(msgspec.json.encode(table))
         partial.replace(file)
     except OSError:
-        partial.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            partial.unlink(missing_ok=True)
 
 
 def measure(engine: Engine, sizes: Sequence[int], key: str, *, staircase: bool) -> StepTable:
