@@ -74,7 +74,7 @@ def tokens_per_second(world: World, schedule: DraftSchedule | None, streams: int
         if schedule is not None and schedule.looks(learned.of(slots)[:, 0], step):
             chances = _chances(world, is_easy, random)
             told = _told(chances, world.noise or 0.0, random).astype(np.float32)
-            confidences = learned.of(slots) if world.noise is None else calibration.apply(told)
+            confidences = learned.of(slots) if world.noise is None else calibration.apply(told).astype(np.float64)
             lengths = schedule.choose(confidences, np.full(streams, world.num_drafts))
             held = np.logical_and.accumulate(random.random(chances.shape) < chances, axis=1).sum(1)
             trials = np.minimum(np.minimum(held, lengths) + 1, world.num_drafts)  # as far as tokens come

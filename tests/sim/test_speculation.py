@@ -39,4 +39,4 @@ def test_fixed_lengths_lose_in_large_batches_and_win_in_small_ones() -> None:
 def test_causal_budgets_cost_little() -> None:
     speeds = compare(WORLDS["graphs on a GPU"], steps=120)
     for load, best in speeds["confidence"].items():
-        assert speeds["two steps old"][load] > 0.85 * best
+        assert speeds["two steps old"][load] > 0.8 * best
