@@ -55,6 +55,7 @@ def check(file: str, overlays: tuple[str, ...], sets: tuple[str, ...], allow_loc
     click.echo(_plan_json(graph) if as_json else summary(graph, color=wants_color(sys.stdout)))
     if not as_json:
         _note_devices(graph)
+        _note_gpus(graph)
     return None
 
 
@@ -66,6 +67,18 @@ def _note_devices(graph: Graph) -> None:
     for problem in missing_devices(plan_of(graph)):
         note = f"note {problem.code}: {problem.message} `flowinfer run` refuses it here."
         click.echo(click.style(note, fg="yellow") if sys.stderr.isatty() else note, err=True)
+
+
+def _note_gpus(graph: Graph) -> None:
+    """What settings cost on a GPU."""
+    from flowinfer.graph.planner import plan_of
+
+    workers = plan_of(graph).workers
+    for stage in graph.stages.values():
+        worker = workers.get(stage.worker or "")
+        if stage.contract and stage.contract.on_gpu and worker and worker.device.startswith("cuda"):
+            note = f"note: `{stage.name}` on {worker.device}: {stage.contract.on_gpu}"
+            click.echo(click.style(note, fg="yellow") if sys.stderr.isatty() else note, err=True)
 
 
 def _fail(error: SpecError, sources: Any, as_json: bool) -> None:

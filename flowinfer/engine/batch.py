@@ -8,6 +8,7 @@ num_tokens).
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,6 +16,9 @@ from numpy.typing import NDArray
 from flowinfer.engine.grammar import Grammars
 from flowinfer.engine.sampling import choice_of, needs_no_host
 from flowinfer.message import Ids, Progress, Sequence
+
+if TYPE_CHECKING:
+    from flowinfer.engine.engine import Engine
 
 
 class Batch:
@@ -26,6 +30,7 @@ class Batch:
     limit int32 [max_slots]: length at which a sequence ends.  on_device bool [max_slots]: its tokens can be chosen
     without the host, by `choices`, one column a field of sampling.Choice.  drafting: whether spec-verify drafts at all.
     feature_layers: target layers (0-based) whose output the drafter wants with the logits, by spec-verify.
+    engine, model_name: what runs the batch and what the file calls its model, by moe-decode, for whoever drafts.
     progress_of: what a sequence with this history has given, used and learned; spec-verify knows.
     """
 
@@ -55,6 +60,8 @@ class Batch:
         self.choices = tuple(np.zeros(max_slots, dtype) for dtype in ("f4", "i4", "f4", "f4", "u8"))
         self.drafting = True  # until spec-verify says otherwise
         self.feature_layers: tuple[int, ...] = ()
+        self.engine: Engine | None = None
+        self.model_name = ""
         self.version: NDArray[np.int64] = np.zeros(max_slots, np.int64)
         self.ids: list[str | None] = [None] * max_slots
         self.prompts: list[Sequence | None] = [None] * max_slots

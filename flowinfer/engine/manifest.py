@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 NAME = "flowinfer.json"
+HEAD = "draft.safetensors"  # a draft head beside the weights: it changes no result
 _SAMPLES = 256  # of 1 KiB per weight file: hits every layer of a fine-tune, costs about 2 ms
 _SAMPLE_BYTES = 1024
 
@@ -78,7 +79,7 @@ def sha256(path: Path) -> str:
 
 
 def _shapes_results(name: str) -> bool:
-    return name == "config.json" or name.endswith(".safetensors")
+    return name == "config.json" or (name.endswith(".safetensors") and name != HEAD)
 
 
 def _files(folder: Path) -> list[Path]:

@@ -36,4 +36,11 @@ ALIASES = {
 }
 
 # Models that come with the package: no network, nothing to pull.
-BUNDLED = {"flowinfer-mini": Path(__file__).parent.parent / "models_data" / "flowinfer-mini"}
+_DATA = Path(__file__).parent.parent / "models_data"
+BUNDLED = {"flowinfer-mini": _DATA / "flowinfer-mini"}
+
+# Draft heads that come with the package, by the model that they draft for.
+HEADS = {
+    "flowinfer-mini": _DATA / "flowinfer-mini" / "draft.safetensors",
+    "smollm2-135m": _DATA / "smollm2-135m-draft" / "draft.safetensors",
+}

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flowinfer.engine.manifest import HEAD
 from flowinfer.errors import ModelError
 
 INDEX = "model.safetensors.index.json"
@@ -82,7 +83,7 @@ def _places(folder: Path) -> dict[str, Path]:
     index = folder / INDEX
     if index.exists():
         return {name: folder / file for name, file in json.loads(index.read_text())["weight_map"].items()}
-    files = sorted(folder.glob("*.safetensors"))
+    files = sorted(path for path in folder.glob("*.safetensors") if path.name != HEAD)
     if not files:
         raise ModelError(f"{folder} holds no *.safetensors.", help="Other weight formats must be converted first.")
     places: dict[str, Path] = {}

@@ -111,7 +111,10 @@ def check_fits(graph: Graph) -> None:
                 use = other.contract.model if other.contract and other.kind == fit.kind else None
                 if use and use.model and "${" not in use.model and (found := fit.check(use.model)):
                     mark = graph.document.value_mark("stages", stage.name, "with", fit.setting)
-                    note = (graph.document.value_mark("stages", other.name, "with", "model"), f"`{use.model}`")
+                    note = (
+                        graph.document.value_mark("stages", other.name, "with", "model"),
+                        f"the model is {use.model}",
+                    )
                     graph.problem("FI325", found[0], mark, found[1], [note])
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from flowinfer.errors import Problem
-from flowinfer.graph.agreement import check_beside, check_conflicts, check_dispatch, check_models
+from flowinfer.graph.agreement import check_beside, check_conflicts, check_dispatch, check_fits, check_models
 from flowinfer.graph.build import build_graph
 from flowinfer.graph.connections import check_answers, check_loops, check_ports
 from flowinfer.graph.facets import FacetFlow, check_facets
@@ -42,6 +42,7 @@ def check_one(document: Document) -> Graph:
     check_loops(graph)
     check_answers(graph)
     check_conflicts(graph)
+    check_fits(graph)
     apart = check_beside(graph)
     check_models(graph)
     check_workers(graph)

@@ -96,6 +96,7 @@ class MoeDecode(Stage):
                 grammars=Grammars(self._grammar_engine),
             ),
         )
+        self.batch.engine, self.batch.model_name = self.engine, self.config.model
         self.overlap: Overlap | None = self._overlap()
         load = self.engine.expert_load
         self.planner = ExpertPlanner(self.ctx, load.windows["decode"], self.config.experts) if load else None
@@ -147,7 +148,7 @@ class MoeDecode(Stage):
         slots, counts, tokens = self._with_room(slots, counts, tokens)
         if len(slots):
             yield self._run(slots, counts, tokens)
-        elif not resumed and (self.waiting or self.resuming):
+        elif not resumed and (self.waiting or self.resuming) and not self._displace():
             self._stall()
 
     def observe(self, event: Event) -> Iterable[Message] | None:
@@ -366,6 +367,26 @@ class MoeDecode(Stage):
             self.engine.drop_own_blocks(self.engine.held[other.id], tokens)
         self.resuming = {sequence.id: (sequence, history), **self.resuming}
         self.engine.starved = True
+
+    def _displace(self) -> bool:
+        """Where nobody runs and whoever is next lacks blocks, the youngest that waits gives back its own: True if so.
+
+        Else those that wait would hold, all together, the blocks that the first of them needs.
+        """
+        if len(self.batch):
+            return False
+        next_too = bool(self.resuming)  # else the first that waits is the one that lacks blocks
+        for sequence in reversed(list(self.waiting)[0 if next_too else 1 :]):
+            held = self.engine.held[sequence.id]
+            if len(held.blocks) > held.num_leased:
+                self.waiting.remove(sequence)
+                self.engine.drop_own_blocks(held, sequence.history)
+                self.resuming[sequence.id] = (sequence, sequence.history)
+                self.engine.starved = True
+                self.num_preemptions += 1
+                metrics.counter("preemptions_total").inc()
+                return True
+        return False
 
     def _resume(self) -> bool:
         """Computes the oldest preempted sequence again, a chunk a step, and puts it back. True if it got on."""

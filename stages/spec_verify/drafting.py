@@ -5,6 +5,7 @@ Where drafts come from and how many are verified is decided by a Drafter and a D
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -69,6 +70,12 @@ class Drafting:
 
     # ------------------------------------------------------------------------------------------ what a step has shown
 
+    def timed(self, step: Logits) -> None:
+        """Tells the schedule how long the step took. Before its tokens are taken."""
+        if self.drafter and step.seconds > 0:
+            context = float(self.batch.num_tokens[step.slots].mean())
+            self.schedule.timed(int(step.starts[-1]), step.seconds, context)
+
     def observe(self, step: Logits, slots: Ids, first_rows: Ids, counts: Ids) -> None:
         """slots[i] goes on, with counts[i] new tokens: the first counts[i] of its rows ran what is history now."""
         if not self.drafter:
@@ -109,7 +116,9 @@ class Drafting:
             self.has_guess[slots] = False
             return ones, self.guesses[slots]
         num_tokens = self.batch.num_tokens[slots]
+        began = time.perf_counter()
         found, tokens, own = self.drafter.guess(slots, num_tokens, self._chooser(slots, num_tokens))
+        self.schedule.drafted(slots.size, time.perf_counter() - began)
         drafts = tokens[:, : self.max_drafts]
         self.has_guess[slots], self.guesses[slots] = found, drafts
         self.knows_confidence = own is not None

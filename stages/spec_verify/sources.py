@@ -1,28 +1,127 @@
-"""Makes the drafter and the schedule that the settings name. Decides nothing."""
+"""Makes the drafter and the schedule that the settings name, and says what of them suits a model. Decides nothing."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING
 
-from flowinfer.stages.spec_verify.drafts import Drafter, DraftSchedule, FixedLength, LearnedLength, NgramDraft
+from flowinfer.stage import Fit
+from flowinfer.stages.spec_verify.costs import StepCosts, StepTable
+from flowinfer.stages.spec_verify.drafts import (
+    Acceptance,
+    Acceptances,
+    Drafter,
+    DraftSchedule,
+    FixedLength,
+    LearnedLength,
+    NgramDraft,
+)
+from flowinfer.stages.spec_verify.schedule import ConfidenceLength, PositionAcceptance
+from flowinfer.stages.spec_verify.suffix import SuffixDraft
 
 if TYPE_CHECKING:
     from flowinfer.engine.batch import Batch
+    from flowinfer.engine.engine import Engine
     from flowinfer.stages.spec_verify.stage import SpecVerify
+
+ON_GPU = "with drafts each decode step waits for the host: steps don't overlap, as they do with `draft: none`."
+
+
+def fits(config: SpecVerify.Config) -> tuple[Fit, ...]:
+    """What must suit the model that decodes."""
+    if config.draft != "head":
+        return ()
+
+    def suits(model: str) -> tuple[str, str] | None:
+        from flowinfer.engine import heads
+
+        problem = heads.misfit(model, config.head)
+        return (f"draft: head, but {problem.message}", problem.help) if problem else None
+
+    def drafts(model: str) -> tuple[str, str] | None:
+        from flowinfer.engine import heads
+
+        if heads.misfit(model, config.head):
+            return None  # which is said at `draft`
+        block = heads.read(heads.find(model, config.head)).block
+        if config.tokens <= block:
+            return None
+        return (
+            f"tokens: {config.tokens}, but the draft head's block is {block} tokens.",
+            f"Write tokens: {block}, or less.",
+        )
+
+    return Fit("head" if config.head else "draft", "moe-decode", suits), Fit("tokens", "moe-decode", drafts)
+
+
+def is_quick(config: SpecVerify.Config) -> bool:
+    """Whether its drafter is made at once, with nothing to load."""
+    return config.draft != "head"
 
 
 def make_drafter(config: SpecVerify.Config, batch: Batch) -> Drafter | None:
-    """The drafter of `draft`; None where nothing is drafted."""
-    if config.draft == "none":
-        return None
-    return NgramDraft(
-        batch.tokens,
-        ngram_min=config.ngram_min,
-        ngram_max=config.ngram_max,
-        max_drafts=min(config.tokens, batch.max_drafts),
-    )
+    """The drafter of `draft`; None where nothing is drafted.
+
+    Raises ModelError for a head that isn't there or doesn't suit the model.
+    """
+    most = min(config.tokens, batch.max_drafts)
+    match config.draft:
+        case "none":
+            return None
+        case "head":
+            return _head(config, batch)
+        case "suffix":
+            return SuffixDraft(batch.tokens, batch.num_prompt, partial(_salt_of, batch), max_drafts=most)
+        case "ngram":
+            lengths = {"ngram_min": config.ngram_min, "ngram_max": config.ngram_max}
+            return NgramDraft(batch.tokens, max_drafts=most, **lengths)
 
 
-def make_schedule(config: SpecVerify.Config) -> DraftSchedule:
-    """The schedule of `schedule`."""
-    return FixedLength() if config.schedule == "fixed" else LearnedLength(config.row_cost)
+def _salt_of(batch: Batch, slot: int) -> str:
+    prompt = batch.prompts[slot]
+    return "" if prompt is None else prompt.cache_salt
+
+
+def _head(config: SpecVerify.Config, batch: Batch) -> Drafter:
+    from flowinfer.engine import heads
+    from flowinfer.engine.draft import DraftHead
+    from flowinfer.stages.spec_verify.head import HeadDraft
+
+    if problem := heads.misfit(batch.model_name, config.head):
+        raise problem
+    target = _engine(batch).model
+    path = heads.find(batch.model_name, config.head)
+    head = DraftHead.load(path, target.embedding, target.project, target.device, target.dtype)
+    return HeadDraft(head, batch.tokens, target.device)
+
+
+def _engine(batch: Batch) -> Engine:
+    assert batch.engine is not None, "moe-decode gives the batch its engine"
+    return batch.engine
+
+
+def make_schedule(config: SpecVerify.Config, batch: Batch, *, may_measure: bool) -> DraftSchedule:
+    """The schedule of `schedule`. may_measure: nothing runs yet, so that step times can be measured (2 s, once)."""
+    match config.schedule:
+        case "fixed":
+            return FixedLength()
+        case "learned":
+            return LearnedLength(config.row_cost)
+        case "confidence":
+            return ConfidenceLength(StepCosts(_step_times(config, batch, may_measure=may_measure)))
+
+
+def _step_times(config: SpecVerify.Config, batch: Batch, *, may_measure: bool) -> StepTable:
+    from flowinfer.engine import hub
+    from flowinfer.stages.spec_verify import profile
+
+    most = batch.max_slots * (1 + min(config.tokens, batch.max_drafts))
+    if may_measure:
+        return profile.step_table(_engine(batch), most, hub.cache_dir() / "step_times")
+    return profile.guessed_table(_engine(batch), most)
+
+
+def make_acceptances(config: SpecVerify.Config) -> Callable[[int, int], Acceptances]:
+    """What stands for confidences where the drafter has none."""
+    return PositionAcceptance if config.schedule == "confidence" else Acceptance

@@ -5,7 +5,9 @@ Owns the output history of the batch (tokens, num_tokens); slots and KV are moe-
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+import logging
+from collections.abc import Callable, Collection, Iterable
+from functools import partial
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import numpy as np
@@ -27,13 +29,15 @@ from flowinfer.message import (
 )
 from flowinfer.stage import Contract, Stage, StageConfig, setting
 from flowinfer.stages.spec_verify.drafting import Drafting
+from flowinfer.stages.spec_verify.drafts import Drafter
 from flowinfer.stages.spec_verify.policy import LENGTH, RUNS, STOP, StopRules, count_matches, pad_rows
-from flowinfer.stages.spec_verify.sources import make_drafter, make_schedule
+from flowinfer.stages.spec_verify.sources import ON_GPU, fits, is_quick, make_acceptances, make_drafter, make_schedule
 from flowinfer.stages.spec_verify.tenants import Tenants
 
 if TYPE_CHECKING:
     from flowinfer.engine.batch import Batch
 
+log = logging.getLogger(__name__)
 _REASONS: dict[int, FinishReason] = {STOP: "stop", LENGTH: "length"}
 _NONE: Ids = np.empty(0, np.int32)
 
@@ -62,9 +66,10 @@ class SpecVerify(Stage):
         a draft must be (0: always draft all).
         """
 
-        draft: Literal["none", "ngram"] = setting("ngram", change="live")
+        draft: Literal["none", "ngram", "suffix", "head"] = setting("ngram", change="live")
         tokens: int = setting(4, change="live", ge=1, le=8)
-        schedule: Literal["fixed", "learned"] = setting("learned", change="live")
+        schedule: Literal["fixed", "learned", "confidence"] = setting("learned", change="live")
+        head: str = setting("", change="live")
         ngram_min: int = setting(2, change="live", ge=1, le=16)
         ngram_max: int = setting(4, change="live", ge=1, le=16)
         row_cost: float = setting(0.12, change="live", ge=0)  # SmolLM2 on 2 cores: 0.10 to 0.13 in bfloat16 and float32
@@ -76,8 +81,10 @@ class SpecVerify(Stage):
             return self
 
         def contract(self) -> Contract:
-            """Shares the batch with moe-decode, so both run in one worker."""
-            return Contract(beside=frozenset({"moe-decode"}))
+            """Shares the batch with moe-decode, so both run in one worker; a head must suit the model there."""
+            return Contract(
+                beside=frozenset({"moe-decode"}), fits=fits(self), on_gpu=ON_GPU if self.draft != "none" else ""
+            )
 
     config: Config
     batch: Batch
@@ -97,18 +104,41 @@ class SpecVerify(Stage):
         self.stops = StopRules(slots, batch.max_tokens, batch.eos_token_ids)
         self.tenants = Tenants(batch, on_leave=self._leave)
         self.num_top: dict[int, int] = {}  # of the slots that asked for logprobs
-        self._next: SpecVerify.Config | None = None
-        self._draft_by(self.config)
+        self._next: Callable[[], None] | None = None
+        self._wanted = self.config
+        self._draft_by(self.config, make_drafter(self.config, batch))
         batch.progress_of = self._progress
 
     def reconfigure(self, config: Config) -> None:
-        """Drafts by these settings once the drafts that are being verified have been judged."""
-        self._next = config
+        """Drafts by these settings once the drafts that are being verified have been judged.
 
-    def _draft_by(self, config: Config) -> None:
+        What has to be loaded first is loaded in the pool; until then, the old drafter goes on.
+        """
+        self._wanted = config
+        make = partial(make_drafter, config, self.batch)
+        if is_quick(config):
+            self._next = lambda: self._draft_by(config, make())
+        else:
+            self.ctx.submit(make, partial(self._loaded, config))
+
+    def _loaded(self, config: Config, drafter: Drafter | BaseException | None) -> None:
+        if isinstance(drafter, BaseException):
+            log.warning("%s goes on drafting as before: %s", self.ctx.stage, drafter)
+        elif config is self._wanted:  # else another change came meanwhile
+            self._next = lambda: self._draft_by(config, drafter)
+
+    def _draft_by(self, config: Config, drafter: Drafter | None) -> None:
         """Drafts anew, from the histories that there are. Only while no draft is under way."""
-        drafter, schedule = make_drafter(config, self.batch), make_schedule(config)
-        self.drafting = Drafting(self.batch, self.sampler, self.stops.limit, drafter, schedule, config.tokens)
+        schedule = make_schedule(config, self.batch, may_measure=not self.tenants.slot_of)
+        self.drafting = Drafting(
+            self.batch,
+            self.sampler,
+            self.stops.limit,
+            drafter,
+            schedule,
+            max_drafts=config.tokens,
+            acceptances=make_acceptances(config),
+        )
         for slot in self.tenants.slot_of.values():
             self.drafting.join(slot)
 
@@ -116,13 +146,14 @@ class SpecVerify(Stage):
         """Tokens of each step of the batch, and one proposal for what runs next."""
         proposed = []
         for one in logits:
+            self.drafting.timed(one)
             self._take_joined(one.slots)
             verdict = self._judge(one)
             if verdict.slots.size:
                 yield self._tokens(one, verdict)
                 proposed.append((one.step, verdict.slots[verdict.reasons == RUNS]))
         if self._next is not None:
-            self._draft_by(self._next)
+            self._next()
             self._next = None
         slots = np.concatenate([slots for _, slots in proposed]) if proposed else _NONE
         if slots.size:

@@ -96,7 +96,14 @@ class Service:
     """The five stages in one group over `num_blocks` blocks."""
 
     def __init__(
-        self, model: Path, *, num_blocks: int, draft: str = "none", lookup: dict[str, Any] | None = None, **decode: Any
+        self,
+        model: Path | str,
+        *,
+        num_blocks: int,
+        draft: str = "none",
+        lookup: dict[str, Any] | None = None,
+        verify: dict[str, Any] | None = None,
+        **decode: Any,
     ) -> None:
         named = {"model": str(model), "dtype": "float32"}
         kinds: dict[str, tuple[str, dict[str, Any]]] = {
@@ -105,7 +112,7 @@ class Service:
             "prefill": ("prefill", {**named, "token_budget": 96}),
             "transfer": ("kv-transfer", named),
             "decode": ("moe-decode", {**named, "max_batch": 8, **decode}),
-            "verify": ("spec-verify", {"draft": draft}),
+            "verify": ("spec-verify", {"draft": draft, **(verify or {})}),
         }
         stages = {n: StagePlan(name=n, kind=k, config=c, worker="front") for n, (k, c) in kinds.items()}
         edges = tuple(

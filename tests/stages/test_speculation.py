@@ -1,0 +1,257 @@
+"""Speculation in the whole decode loop: whatever drafts, however well and however many, the tokens are the same."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from decode_loop import Service, prompt, save_random_llama
+from drafters import Cheat, cheat
+
+from flowinfer.engine import hub
+from flowinfer.engine.draft import DraftHead, HeadConfig
+from flowinfer.message import Prompt
+from flowinfer.stages.spec_verify import stage
+from flowinfer.stages.spec_verify.head import HeadDraft
+
+VOCAB, CONTEXT = 96, 512
+KINDS: list[dict[str, Any]] = [
+    {},
+    {"temperature": 0.9, "seed": 3},
+    {"temperature": 0.7, "frequency_penalty": 0.6, "presence_penalty": 0.3, "repetition_penalty": 1.2},
+    {"logprobs": 2},
+    {"temperature": 1.2, "top_k": 12, "top_p": 0.9, "min_tokens": 5, "ignore_eos": False},
+    {"logit_bias": {5: 2.0}},
+]
+
+
+def save_random_v4(folder: Path, vocab_size: int, context: int) -> None:
+    """A small DeepSeek-V4 of random weights with all kinds of layers."""
+    from transformers import DeepseekV4Config, DeepseekV4ForCausalLM
+
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    config = DeepseekV4Config(
+        vocab_size=vocab_size,
+        hidden_size=32,
+        moe_intermediate_size=32,
+        num_hidden_layers=3,
+        num_attention_heads=2,
+        head_dim=32,
+        q_lora_rank=16,
+        num_experts_per_tok=2,
+        n_routed_experts=4,
+        o_groups=2,
+        o_lora_rank=16,
+        index_n_heads=4,
+        index_head_dim=16,
+        index_topk=16,
+        layer_types=["sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"],
+        num_hash_layers=1,
+        max_position_embeddings=context,
+        qk_rope_head_dim=8,
+        initializer_range=0.3,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
+    DeepseekV4ForCausalLM(config).save_pretrained(folder)
+
+
+@pytest.fixture(scope="module", params=[save_random_llama, save_random_v4], ids=["llama", "deepseek_v4"])
+def model(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With a random draft head in its folder."""
+    folder: Path = tmp_path_factory.mktemp("model")
+    request.param(folder, VOCAB, CONTEXT)
+    save_random_head(folder, folder / "draft.safetensors")
+    return folder
+
+
+def save_random_head(model: Path, file: Path, **sizes: Any) -> None:
+    info = hub.describe(model)
+    config = HeadConfig(
+        target="random",
+        hidden_size=info.config.hidden_size,
+        vocab_size=info.config.vocab_size,
+        feature_layers=(1, 0),
+        num_heads=2,
+        num_kv_heads=1,
+        head_dim=16,
+        ffn_size=32,
+        digest=info.digest,
+        **sizes,
+    )
+    embed = torch.zeros(info.config.vocab_size, info.config.hidden_size)
+    DraftHead.random(config, embed, embed, "cpu", torch.float32).save(file)
+
+
+def some_tokens(seed: int, count: int) -> list[int]:
+    return random.Random(seed).choices(range(3, VOCAB), k=count)
+
+
+def requests(count: int = 6, max_tokens: int = 60) -> list[Prompt]:
+    return [
+        prompt(f"r{n}", some_tokens(n, 1 + 47 * n % 150), max_tokens=max_tokens, **KINDS[n % len(KINDS)])
+        for n in range(count)
+    ]
+
+
+@pytest.fixture(scope="module")
+def plain(model: Path) -> dict[str, list[int]]:
+    """The answers without speculation."""
+    service = Service(model, num_blocks=64)
+    service.send(*requests())
+    return service.finish(p.id for p in requests())
+
+
+def check_clean(service: Service) -> None:
+    service.turn(2)
+    assert service.pool.num_free == service.pool.num_blocks
+    assert not service.decode.engine.held
+
+
+def used(service: Service) -> tuple[int, int]:
+    ends = [service.client.ended[p.id] for p in requests()]
+    return sum(end.drafted_tokens for end in ends), sum(end.accepted_tokens for end in ends)
+
+
+@pytest.mark.parametrize("schedule", ["fixed", "learned", "confidence"])
+@pytest.mark.parametrize("draft", ["head", "suffix", "ngram"])
+def test_no_source_and_no_schedule_changes_a_token(
+    model: Path, plain: dict[str, list[int]], draft: str, schedule: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FLOWINFER_CACHE", str(tmp_path))
+    service = Service(model, num_blocks=64, verify={"draft": draft, "tokens": 5, "schedule": schedule})
+    service.send(*requests())
+    assert service.finish(p.id for p in requests()) == plain
+    if schedule == "fixed":
+        assert used(service)[0] > 0
+    check_clean(service)
+
+
+@pytest.mark.parametrize("wrong", [0.0, 0.3])
+def test_good_drafts_in_any_number_change_no_token_and_save_steps(
+    model: Path, plain: dict[str, list[int]], wrong: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cheat(monkeypatch, plain, wrong=wrong)
+    service = Service(model, num_blocks=64, verify={"tokens": 8, "schedule": "fixed"})
+    service.send(*requests())
+    assert service.finish(p.id for p in requests()) == plain
+    drafted, accepted = used(service)
+    assert accepted == drafted if wrong == 0 else 0.1 * drafted < accepted < 0.9 * drafted
+    assert service.decode.num_steps < (20 if wrong == 0 else 50)
+    check_clean(service)
+
+
+def test_preempted_sequences_draft_anew_and_give_the_same_tokens(
+    model: Path, plain: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cheat(monkeypatch, plain, lengths="random")
+    blocks = 12 // (hub.describe(model).layout().block_tokens // 64)
+    service = Service(model, num_blocks=blocks)
+    service.send(*requests())
+    assert service.finish(p.id for p in requests()) == plain
+    assert service.decode.num_preemptions > 0
+    check_clean(service)
+
+
+def test_the_heads_features_survive_preemption_and_random_joins(model: Path, plain: dict[str, list[int]]) -> None:
+    blocks = 12 // (hub.describe(model).layout().block_tokens // 64)
+    service = Service(model, num_blocks=blocks, verify={"draft": "head", "tokens": 5, "schedule": "fixed"})
+    for one in requests():
+        service.send(one)
+        service.turn(3)
+    assert service.finish(p.id for p in requests()) == plain
+    assert service.decode.num_preemptions > 0
+    check_clean(service)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_random_cancels_leave_every_block_free_and_every_answer_right(
+    model: Path, plain: dict[str, list[int]], seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rng = random.Random(seed)
+    if seed:
+        cheat(monkeypatch, plain, lengths="random", block=rng.randrange(1, 9))
+    service = Service(model, num_blocks=64, verify={"draft": "head", "tokens": 5, "schedule": "fixed"})
+    victims = rng.sample([p.id for p in requests()], 2)
+    for one in requests():
+        service.send(one)
+        service.turn(rng.randrange(0, 6))
+        if one.id in victims:
+            service.cancel(one.id)
+    tokens = service.finish(p.id for p in requests())
+    survivors = [p.id for p in requests() if p.id not in victims]
+    assert {id: tokens[id] for id in survivors} == {id: plain[id] for id in survivors}
+    check_clean(service)
+
+
+def test_live_changes_of_the_drafter_change_no_token(
+    model: Path, plain: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stage, "is_quick", lambda config: True)
+    service = Service(model, num_blocks=64, draft="none")
+    verify: Any = service.group.by_name["verify"].stage
+    service.send(*requests())
+    for settings in (
+        {"draft": "head", "tokens": 5},
+        {"draft": "ngram", "tokens": 8, "schedule": "fixed"},
+        {"draft": "head", "tokens": 2, "schedule": "confidence"},
+        {"draft": "none"},
+        {"draft": "suffix"},
+    ):
+        service.turn(8)
+        verify.reconfigure(verify.Config(**settings))
+    assert service.finish(p.id for p in requests()) == plain
+    check_clean(service)
+
+
+def test_a_head_is_loaded_while_the_service_goes_on(model: Path, plain: dict[str, list[int]]) -> None:
+    service = Service(model, num_blocks=64, draft="none")
+    verify: Any = service.group.by_name["verify"].stage
+    verify.reconfigure(verify.Config(draft="head"))
+    while verify._next is None:
+        service.woken.wait(1)
+        service.turn()
+    service.send(*requests())
+    assert service.finish(p.id for p in requests()) == plain
+    assert isinstance(verify.drafting.drafter, HeadDraft)
+
+
+def test_a_head_that_cannot_be_loaded_leaves_the_drafter_as_it_was(
+    model: Path, plain: dict[str, list[int]], caplog: pytest.LogCaptureFixture
+) -> None:
+    service = Service(model, num_blocks=64)
+    verify: Any = service.group.by_name["verify"].stage
+    verify.reconfigure(verify.Config(draft="head", head="nowhere.safetensors"))
+    service.send(*requests())
+    while not caplog.records:
+        service.woken.wait(1)
+        service.turn()
+    assert "nowhere.safetensors" in caplog.text
+    assert service.finish(p.id for p in requests()) == plain
+
+
+def test_those_that_wait_never_hold_each_other_up(model: Path) -> None:
+    """As many blocks as the prompts take, and the first of them needs one more."""
+    block = hub.describe(model).layout().block_tokens
+    prompts = [prompt("first", [5], max_tokens=20), *(prompt(f"r{n}", some_tokens(n, block)) for n in range(3))]
+    service = Service(model, num_blocks=3)
+    service.send(*prompts)
+    assert all(len(tokens) for tokens in service.finish(p.id for p in prompts).values())
+    check_clean(service)
+
+
+def test_the_cheat_is_told_of_every_row_that_holds(
+    model: Path, plain: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cheat(monkeypatch, plain, wrong=0.3)
+    service = Service(model, num_blocks=64, verify={"tokens": 8, "schedule": "fixed"})
+    service.send(*requests())
+    service.finish(p.id for p in requests())
+    verify: Any = service.group.by_name["verify"].stage
+    drafter: Cheat = verify.drafting.drafter
+    total = sum(len(tokens) for tokens in plain.values())
+    assert total - 8 * len(plain) <= drafter.num_rows < total  # but for the last step of each, which ends it
