@@ -1,8 +1,9 @@
 """Block events as other routers read them: the public format that vLLM began. Knows no sockets and decides nothing.
 
 A batch is a msgpack array [time, [event, ...], rank]; an event an array that begins with its name: BlockStored (hashes,
-parent hash, token ids, tokens of a block, LoRA id, medium), BlockRemoved (hashes, medium), AllBlocksCleared. Hashes are
-the last 8 bytes of our names as unsigned numbers, as vLLM gives its own.
+parent hash, token ids, tokens of a block, LoRA id, medium), BlockRemoved (hashes, medium), AllBlocksCleared. As a `map`
+an event has its name as `type`, and the same fields by name: so vLLM (0.33) and SGLang (0.5.23) write it now. Dynamo
+reads both, llm-d arrays. Hashes are the last 8 bytes of our names as unsigned numbers, as vLLM gives its own.
 
 Readers hash the token ids themselves, so a block is told only with its tokens. Those of a prompt are known when it
 passes; what a decode worker wrote is told when the first prompt names it, which is the next turn of that chat.
@@ -12,16 +13,18 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 
-from flowinfer.cache.tiers import DISK
+from flowinfer.cache.tiers import DISK, OBJECT
 from flowinfer.message import Ids
 
-MEDIA = {DISK: "DISK"}  # others are "GPU": the pool that a worker computes from, whatever its device
+# Names that Dynamo and SGLang know; others are "GPU": the pool that a worker computes from, whatever its device.
+MEDIA = {DISK: "DISK", OBJECT: "EXTERNAL"}
 MAX_CONTENTS = 65_536  # blocks whose tokens are remembered: 16 MiB at 64 tokens
 Send = Callable[[str, bytes], None]  # owner, batch
+Form = Literal["array", "map"]  # of an event
 
 
 class _Stored(msgspec.Struct, array_like=True, tag="BlockStored", frozen=True):
@@ -44,7 +47,7 @@ class _Cleared(msgspec.Struct, array_like=True, tag="AllBlocksCleared", frozen=T
 
 class _Batch(msgspec.Struct, array_like=True, frozen=True):
     ts: float
-    events: list[_Stored | _Removed | _Cleared]
+    events: list[Any]
     data_parallel_rank: int
 
 
@@ -59,8 +62,8 @@ class BlockEvents:
     Every method may be repeated.
     """
 
-    def __init__(self, block_tokens: int, send: Send, wall: Callable[[], float]) -> None:
-        self.block_tokens = block_tokens
+    def __init__(self, block_tokens: int, send: Send, wall: Callable[[], float], form: Form = "array") -> None:
+        self.block_tokens, self.form = block_tokens, form
         self._send, self._wall = send, wall
         self._contents: OrderedDict[bytes, _Content] = OrderedDict()
         self._told: dict[str, set[bytes]] = {}
@@ -139,7 +142,13 @@ class BlockEvents:
     def _publish(self, owner: str, events: Sequence[_Stored | _Removed | _Cleared]) -> None:
         if events:
             rank = self._ranks.setdefault(owner, len(self._ranks))
-            self._send(owner, msgspec.msgpack.encode(_Batch(self._wall(), list(events), rank)))
+            told = list(events) if self.form == "array" else list(map(_as_map, events))
+            self._send(owner, msgspec.msgpack.encode(_Batch(self._wall(), told, rank)))
+
+
+def _as_map(event: _Stored | _Removed | _Cleared) -> dict[str, Any]:
+    fields = {"type": event.__struct_config__.tag, **msgspec.structs.asdict(event)}
+    return fields | ({"lora_name": None} if isinstance(event, _Stored) else {})
 
 
 def _medium(owner: str) -> str:

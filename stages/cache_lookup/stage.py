@@ -34,10 +34,14 @@ _REPLAY_S = 0.1  # how soon who asks for missed block events is answered
 
 
 class Events(StageConfig):
-    """port: of the block events, on loopback.  replay_port: where missed ones are asked for."""
+    """port: of the block events, on loopback.  replay_port: where missed ones are asked for.
+
+    form: of an event, `array` as Dynamo and llm-d read it, `map` for what reads with vLLM's newest classes.
+    """
 
     port: int = Field(default=5557, ge=0, le=65_535)
     replay_port: int = Field(default=5558, ge=0, le=65_535)
+    form: Literal["array", "map"] = "array"
 
 
 class CacheLookup(Stage):
@@ -192,6 +196,7 @@ class CacheLookup(Stage):
             self._block_tokens,
             lambda owner, batch: publisher.publish(f"kv@{owner}@{model}", batch),
             self.ctx.clock.wall,
+            config.form,
         )
         self._answer()
 

@@ -44,6 +44,62 @@ def test_a_run_of_blocks_is_one_event_with_its_tokens() -> None:
     ]
 
 
+class Stored(msgspec.Struct, tag="BlockStored", forbid_unknown_fields=True):
+    """As vLLM 0.33 has it, up to the fields that have defaults there; it can't do without these."""
+
+    block_hashes: list[int]
+    parent_block_hash: int | None
+    token_ids: list[int]
+    block_size: int
+    lora_id: int | None
+    medium: str | None
+    lora_name: str | None
+
+
+class Removed(msgspec.Struct, tag="BlockRemoved", forbid_unknown_fields=True):
+    """As vLLM 0.33 has it."""
+
+    block_hashes: list[int]
+    medium: str | None
+
+
+class Cleared(msgspec.Struct, tag="AllBlocksCleared", forbid_unknown_fields=True):
+    """As vLLM 0.33 has it."""
+
+
+class Batch(msgspec.Struct, array_like=True):
+    """As vLLM 0.33 has it."""
+
+    ts: float
+    events: list[Stored | Removed | Cleared]
+    data_parallel_rank: int | None = None
+
+
+def test_as_maps_events_are_those_of_the_newest_engines() -> None:
+    batches: list[Batch] = []
+    events = BlockEvents(
+        4, lambda owner, batch: batches.append(msgspec.msgpack.decode(batch, type=Batch)), lambda: 7.5, "map"
+    )
+    events.seen(NAMES[:2], TOKENS)
+    events.stored("prefill.0", NAMES[:2])
+    events.removed("prefill.0", NAMES[1:2])
+    events.cleared("prefill.0")
+    assert batches == [
+        Batch(7.5, [Stored([1, 2], None, list(range(8)), 4, None, "GPU", None)], 0),
+        Batch(7.5, [Removed([2], "GPU")], 0),
+        Batch(7.5, [Cleared()], 0),
+    ]
+
+
+@pytest.mark.parametrize(("owner", "medium"), [("prefill.0", "GPU"), ("disk", "DISK"), ("object", "EXTERNAL")])
+def test_readers_learn_in_which_tier_a_block_lies(owner: str, medium: str) -> None:
+    reader = Reader()
+    reader.events.seen(NAMES[:1], TOKENS)
+    reader.events.stored(owner, NAMES[:1])
+    reader.events.removed(owner, NAMES[:1])
+    assert [batch[1][1][0][-1] for batch in reader.batches] == [medium, medium]
+
+
 def test_what_nobody_has_named_yet_is_told_when_a_prompt_names_it() -> None:
     reader = Reader()
     reader.events.stored("decode.0", NAMES[:2])
