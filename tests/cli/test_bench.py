@@ -21,7 +21,7 @@ def test_bench_cache_prints_a_table_and_writes_its_figures(tmp_path: Path) -> No
     figures = json.loads(out.read_text())
     assert [o["policy"] for o in figures["outcomes"]] == ["unlimited", "expiry 5min", "lru", "density", "optimum"]
     assert {o["hits"] for o in figures["outcomes"]} == {119}
-    assert [r["way"] for r in figures["dispatch"]] == ["pull", "hash", "prefix", "bucket", "bucket+prefix"]
+    assert [r["way"] for r in figures["dispatch"]] == ["pull", "bucket", "hash", "prefix", "bucket+prefix"]
 
 
 def test_bench_cache_tells_what_sizes_look_like() -> None:
