@@ -14,7 +14,7 @@ from flowinfer.engine.engine import Engine
 from flowinfer.engine.layout import KVLayout
 from flowinfer.errors import FlowInferError
 from flowinfer.graph.plan import EdgePlan, Plan, StagePlan, WorkerPlan
-from flowinfer.message import Ended, Event, Failure, Message, Prompt, Sampling, Tokens
+from flowinfer.message import Ended, Event, Failure, Finish, Message, Prompt, Sampling, Tokens
 from flowinfer.runtime.clock import SystemClock
 from flowinfer.runtime.group import Group, Host
 from flowinfer.runtime.loading import load_class
@@ -34,12 +34,14 @@ _EDGES = (
 class Arrival:
     """Tokens of one step at the client. at: seconds of time.perf_counter.
 
-    waited_s: what the loop has spent until then on waiting for the device.
+    waited_s: what the loop has spent until then on waiting for the device.  num_ended: sequences that it ended.
     """
 
     at: float
     num_sequences: int
     waited_s: float
+    num_tokens: int
+    num_ended: int
 
 
 class Client(Stage):
@@ -52,7 +54,7 @@ class Client(Stage):
         super().__init__(config, ctx)
         self.outbox: list[Prompt] = []
         self.arrivals: list[Arrival] = []
-        self.ended: set[str] = set()
+        self.ended: dict[str, Finish] = {}
         self.failed = ""
         self.waited_s: Callable[[], float] = lambda: 0.0
 
@@ -64,11 +66,12 @@ class Client(Stage):
     def step(self, tokens: list[Tokens]) -> Iterable[Prompt]:
         """Notes arrivals and ends; sends what waits."""
         for batch in tokens:
-            self.arrivals.append(Arrival(time.perf_counter(), len(batch.ids), self.waited_s()))
-            done = [batch.ids[i] for i in batch.finished]
-            self.ended.update(done)
+            done = {batch.ids[i]: finish for i, finish in batch.finished.items()}
+            arrival = Arrival(time.perf_counter(), len(batch.ids), self.waited_s(), len(batch.tokens), len(done))
+            self.arrivals.append(arrival)
+            self.ended |= done
             if done:
-                self.ctx.send(Ended(ids=done))
+                self.ctx.send(Ended(ids=list(done)))
         prompts, self.outbox = self.outbox, []
         return prompts
 
@@ -83,15 +86,25 @@ class EngineService:
     """prefill, kv-transfer, moe-decode and spec-verify on one device over num_blocks blocks of KV."""
 
     def __init__(
-        self, model: str, *, device: str, dtype: str, num_blocks: int, max_batch: int, max_tokens: int, chunk: int
+        self,
+        model: str,
+        *,
+        device: str,
+        dtype: str,
+        num_blocks: int,
+        max_batch: int,
+        max_tokens: int,
+        chunk: int,
+        verify: dict[str, Any] | None = None,
     ) -> None:
+        """verify: settings of spec-verify, which else drafts nothing."""
         named = {"model": model, "dtype": dtype}
         kinds: dict[str, tuple[str, dict[str, Any]]] = {
             "api": ("api", {}),
             "prefill": ("prefill", {**named, "token_budget": chunk, "max_prompts": max(64, max_batch)}),
             "transfer": ("kv-transfer", named),
             "decode": ("moe-decode", {**named, "max_batch": max_batch, "max_tokens": max_tokens}),
-            "verify": ("spec-verify", {"draft": "none"}),
+            "verify": ("spec-verify", verify or {"draft": "none"}),
         }
         stages = {n: StagePlan(name=n, kind=k, config=c, worker="front") for n, (k, c) in kinds.items()}
         edges = tuple(
@@ -103,6 +116,7 @@ class EngineService:
             workers={"front": WorkerPlan(name="front", stages=tuple(stages))},
         )  # fmt: skip
         self._num_sent = 0
+        self.sent: list[str] = []
 
         def arena(layout: KVLayout) -> Arena:
             size = 0 if device.startswith("cuda") else num_blocks * layout.block_bytes
@@ -135,19 +149,22 @@ class EngineService:
         prompts: Iterable[np.ndarray[Any, np.dtype[np.int32]]],
         max_tokens: int,
         watch: Callable[[], None] | None = None,
+        **sampling: Any,
     ) -> list[Arrival]:
-        """Sends greedy requests, runs the loop until all have ended, and returns when the tokens of each step came.
+        """Sends requests, runs the loop until all have ended, and returns when the tokens of each step came.
 
-        watch is called after each turn of the loop.
+        They are greedy and as long as they may be, but for what `sampling` says. watch is called after each turn of
+        the loop. What became of each is in client.ended, by its id; `sent` are the last ids.
         """
-        self.client.arrivals = []
-        ids = []
+        self.client.arrivals, self.client.ended = [], {}
+        self.sent = []
         for tokens in prompts:
             self._num_sent += 1
-            ids.append(f"r{self._num_sent}")
-            sampling = Sampling(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
-            self.client.outbox.append(Prompt(id=ids[-1], tokens=tokens, sampling=sampling))
-        while not self.client.ended.issuperset(ids):
+            self.sent.append(f"r{self._num_sent}")
+            options = {"temperature": 0.0, "ignore_eos": True, **sampling}
+            request = Sampling(max_tokens=max_tokens, **options)
+            self.client.outbox.append(Prompt(id=self.sent[-1], tokens=tokens, sampling=request))
+        while not self.client.ended.keys() >= set(self.sent):
             self.group.turn()
             if watch is not None:
                 watch()
