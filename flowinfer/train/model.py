@@ -128,7 +128,7 @@ class Indexer(nn.Module):
 
 
 class Attention(nn.Module):
-    """One layer's attention; `index_loss` of the last pass is kept for the trainer."""
+    """One layer's attention, and in training the indexer's loss."""
 
     def __init__(self, config: V4Config, layer: int) -> None:
         super().__init__()
@@ -145,9 +145,8 @@ class Attention(nn.Module):
         self.wo_b = nn.Linear(config.o_groups * config.o_rank, hidden, bias=False)
         self.compressor = Compressor(config, self.rate, config.head_dim, sparse) if self.rate else None
         self.indexer = Indexer(config, self.rate) if sparse else None
-        self.index_loss: Tensor | None = None
 
-    def forward(self, x: Tensor, documents: Tensor, rotation: Rotation) -> Tensor:
+    def forward(self, x: Tensor, documents: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor | None]:
         config, eps = self.config, self.config.norm_eps
         each = tuple(part.unsqueeze(1) for part in rotation)
         q_rank = ops.rms(self.wq_a(x), self.q_norm.weight, eps)
@@ -157,13 +156,13 @@ class Attention(nn.Module):
         out, given = attend(
             ops.rotate(q, *each), kv, self.attn_sink, documents, config.window, entries, max(1, self.rate)
         )
+        loss = None
         if self.indexer is not None and given is not None and self.training:
             q_index, keys, weigh = self.indexer(x.detach(), q_rank.detach(), rotation)
-            self.index_loss = index_loss(q_index, keys, weigh, given, documents, self.rate)
+            loss = index_loss(q_index, keys, weigh, given, documents, self.rate)
         out = torch.unflatten(ops.rotate(out, each[0], -each[1]), 2, (config.o_groups, -1)).flatten(3)
         ranks = torch.unflatten(self.wo_a.weight, 0, (config.o_groups, -1)).to(out.dtype)
-        projected: Tensor = self.wo_b(torch.einsum("bsgi,gri->bsgr", out, ranks).flatten(2))
-        return projected
+        return self.wo_b(torch.einsum("bsgi,gri->bsgr", out, ranks).flatten(2)), loss
 
 
 class Router(nn.Module):
@@ -193,7 +192,8 @@ class Router(nn.Module):
         else:
             chosen = (scores + self.bias).topk(self.config.experts_per_token, -1).indices
         if self.training:
-            self.load += torch.bincount(chosen.flatten(), minlength=len(self.load)).detach()
+            flat = chosen.flatten()
+            self.load.scatter_add_(0, flat, torch.ones_like(flat, dtype=self.load.dtype))
         weights = ops.expert_weights(scores, chosen, self.config.routed_scale)
         return torch.zeros_like(scores).scatter(-1, chosen, weights)
 
@@ -245,13 +245,15 @@ class Block(nn.Module):
             self.register_parameter(f"hc_{site}_base", nn.Parameter(torch.zeros(mixes)))
             self.register_parameter(f"hc_{site}_scale", nn.Parameter(torch.full((3,), 0.1)))
 
-    def forward(self, x: Tensor, tokens: Tensor, documents: Tensor, rotation: Rotation) -> Tensor:
+    def forward(self, x: Tensor, tokens: Tensor, documents: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor | None]:
+        """The streams [B, S, M, H] after the block, and in training the indexer's loss where there is one."""
         eps = self.config.norm_eps
         pre, post, comb = self._mix(x, "attn")
-        normed = ops.rms(ops.merge(x, pre), self.attn_norm.weight, eps)
-        x = ops.spread(x, self.attn(normed, documents, rotation), post, comb)
+        out, loss = self.attn(ops.rms(ops.merge(x, pre), self.attn_norm.weight, eps), documents, rotation)
+        x = ops.spread(x, out, post, comb)
         pre, post, comb = self._mix(x, "ffn")
-        return ops.spread(x, self.ffn(ops.rms(ops.merge(x, pre), self.ffn_norm.weight, eps), tokens), post, comb)
+        visited = self.ffn(ops.rms(ops.merge(x, pre), self.ffn_norm.weight, eps), tokens)
+        return ops.spread(x, visited, post, comb), loss
 
     def _mix(self, x: Tensor, site: str) -> tuple[Tensor, Tensor, Tensor]:
         config = self.config
@@ -291,26 +293,32 @@ class TrainableV4(nn.Module):
                 nn.init.normal_(parameter, 0.0, 0.5)  # streams that start equal would stay equal
                 parameter.data[2 * streams :] += 3 * torch.eye(streams).flatten()
 
-    def hidden(self, tokens: Tensor, documents: Tensor) -> Tensor:
-        """[B, S, H] before the head."""
+    def hidden(
+        self, tokens: Tensor, documents: Tensor, after: tuple[int, ...] = ()
+    ) -> tuple[Tensor, Tensor, list[Tensor]]:
+        """[B, S, H] before the head, features [B, S, len(after) * H], and in training the indexers' losses.
+
+        Features are the mean of the streams after the layers named, as a draft head reads them.
+        """
         config = self.config
         positions = torch.arange(tokens.shape[1], device=tokens.device)
         ropes = [ops.rotations(positions, inverse) for inverse in (self.main, self.wide)]
         x = self.embed(tokens)
         if torch.is_autocast_enabled(tokens.device.type):
             x = x.to(torch.get_autocast_dtype(tokens.device.type))
-        x = x.unsqueeze(2).expand(-1, -1, config.streams, -1)
-        for block, rate in zip(self.layers, config.rates, strict=True):
-            x = block(x, tokens, documents, ropes[1 if rate else 0])
+        x = x.unsqueeze(2).expand(-1, -1, config.streams, -1).contiguous()
+        losses, kept = [], []
+        for index, (block, rate) in enumerate(zip(self.layers, config.rates, strict=True)):
+            x, loss = block(x, tokens, documents, ropes[1 if rate else 0])
+            losses += [] if loss is None else [loss]
+            kept += [x.mean(2)] if index in after else []
         weights = self.hc_head_fn, self.hc_head_base, self.hc_head_scale
-        return ops.rms(
-            ops.head_streams(x, *weights, eps=config.hyper_eps, norm_eps=config.norm_eps),
-            self.norm.weight,
-            config.norm_eps,
-        )
+        streams = ops.head_streams(x, *weights, eps=config.hyper_eps, norm_eps=config.norm_eps)
+        features = torch.cat(kept, -1) if kept else x[:, :, 0, :0]
+        return ops.rms(streams, self.norm.weight, config.norm_eps), features, losses
 
     def forward(self, tokens: Tensor, documents: Tensor) -> Tensor:
-        return F.linear(self.hidden(tokens, documents), self.embed.weight).float()
+        return F.linear(self.hidden(tokens, documents)[0], self.embed.weight).float()
 
     @property
     def blocks(self) -> list[Block]:
@@ -327,3 +335,13 @@ class TrainableV4(nn.Module):
             else:
                 found[name] = tensor
         return found
+
+    def load_checkpoint(self, tensors: dict[str, Tensor]) -> None:
+        """Takes the tensors of `checkpoint`."""
+        found = dict(tensors)
+        for name in self.state_dict():
+            if ".ffn.w" in name:
+                block, part = name.rsplit(".", 1)
+                count = self.config.num_experts
+                found[name] = torch.stack([found.pop(f"{block}.experts.{i}.{part}.weight") for i in range(count)])
+        self.load_state_dict(found)

@@ -75,11 +75,17 @@ def batch(tokens: np.ndarray, starts: np.ndarray, size: int, count: int, rng: np
     return torch.from_numpy(np.stack([tokens[at : at + size + 1] for at in picked]).astype(np.int64))
 
 
-def loss_of(model: TrainableV4, rows: Tensor, *, apart: bool) -> Tensor:
-    """Mean cross-entropy in nats of the next tokens."""
+def loss_of(model: TrainableV4, rows: Tensor, *, apart: bool) -> tuple[Tensor, list[Tensor]]:
+    """Mean cross-entropy in nats of the next tokens, and in training the indexers' losses."""
     tokens = rows[:, :-1]
     documents = (tokens == BOS_ID).cumsum(1) if apart else torch.zeros_like(tokens)
-    return F.cross_entropy(model(tokens, documents).flatten(0, 1), rows[:, 1:].flatten())
+    hidden, _, losses = model.hidden(tokens, documents)
+    return head_loss(hidden, model.embed.weight, rows[:, 1:]), losses
+
+
+def head_loss(hidden: Tensor, embed: Tensor, targets: Tensor) -> Tensor:
+    """Cross-entropy of hidden [B, S, H] through the tied head."""
+    return F.cross_entropy(F.linear(hidden, embed).flatten(0, 1).float(), targets.flatten())
 
 
 def balance(model: TrainableV4, rate: float) -> list[float]:
@@ -117,38 +123,69 @@ def evaluate(model: TrainableV4, held: np.ndarray, batch_size: int, size: int, c
     model.eval()
     count = min(batch_size, (len(held) - 1) // size)
     rows = torch.from_numpy(np.stack([held[i * size : (i + 1) * size + 1] for i in range(count)]).astype(np.int64))
-    with context():
-        loss = float(loss_of(model, rows.to(device), apart=True))
+    with context(), torch.compiler.set_stance("force_eager"):  # compiling for this too would cost more than it saves
+        loss = float(loss_of(model, rows.to(device), apart=True)[0])
     model.train()
     return loss
 
 
+def compiled(model: TrainableV4) -> None:
+    """Has every block compiled at its first step: three graphs, one a kind of layer."""
+    torch._dynamo.config.cache_size_limit = 32
+    for block in model.blocks:
+        block.compile(dynamic=False)
+
+
+def compiles(model: TrainableV4, rows: Tensor, context: Any) -> bool:
+    """Whether a compiled step runs here; where it doesn't, the model is eager again."""
+    compiled(model)
+    try:
+        with context():
+            loss, losses = loss_of(model, rows, apart=True)
+        torch.autograd.backward(loss + sum(losses))
+        return True
+    except Exception as error:  # whatever a compiler may raise: the run goes on without it, and says so
+        print(f"not compiled: {type(error).__name__}: {str(error)[:500]}", flush=True)
+        for block in model.blocks:
+            block._compiled_call_impl = None
+        return False
+    finally:
+        model.zero_grad(set_to_none=True)
+        for block in model.blocks:
+            block.ffn.gate.load.zero_()
+
+
 def train(args: argparse.Namespace, config: V4Config) -> tuple[TrainableV4, list[dict[str, float]]]:
     """Runs until steps are done or seconds are over; the schedule follows whichever is nearer its end."""
+    started = time.perf_counter()
     torch.manual_seed(args.seed)
     rng = np.random.default_rng(args.seed)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.set_float32_matmul_precision("high")
-    tokens, held = (np.load(args.data / f"{name}.npy") for name in ("train", "held_out"))
-    starts = np.flatnonzero(tokens == BOS_ID)
+    data = np.load(args.data / "train.npz")
+    tokens, held = data["tokens"], np.load(args.data / "held_out.npz")["tokens"]
+    starts = data["starts"].astype(np.int64)
     model = TrainableV4(config).to(device).train()
     tuner = optimizer(model, args.lr)
 
     def context() -> torch.autocast:
         return torch.autocast(device, torch.bfloat16, enabled=device == "cuda")
 
+    if args.compile:
+        args.compile = compiles(model, batch(tokens, starts, args.size, args.batch, rng).to(device), context)
     began, log, seen = time.perf_counter(), [], 0
+    seconds = max(1.0, args.seconds - (began - started))
     for step in range(args.steps):
         elapsed = time.perf_counter() - began
-        done = max(step / args.steps, elapsed / args.seconds)
+        done = max(step / args.steps, elapsed / seconds)
         if done >= 1:
             break
         for group in tuner.param_groups:
             group["lr"] = args.lr * schedule(done)
         rows = batch(tokens, starts, args.size, args.batch, rng).to(device, non_blocking=True)
         with context():
-            loss = loss_of(model, rows, apart=step % 2 == 0)
-        index = torch.stack([b.attn.index_loss for b in model.blocks if b.attn.index_loss is not None]).mean()
+            loss, losses = loss_of(model, rows, apart=step % 2 == 0)
+        index = torch.stack(losses).mean()
         torch.autograd.backward(loss + 0.1 * index)
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         tuner.step()
@@ -167,9 +204,14 @@ def train(args: argparse.Namespace, config: V4Config) -> tuple[TrainableV4, list
             }
             log.append(entry)
             print(json.dumps(entry), flush=True)
-    last = round(evaluate(model, held, args.batch, args.size, context, device), 4)
-    log.append({"step": step + 1, "tokens": seen, "seconds": round(time.perf_counter() - began, 1), "held_out": last})
-    print(json.dumps(log[-1]), flush=True)
+    last = {"step": step + 1, "tokens": seen, "seconds": round(time.perf_counter() - began, 1)}
+    last["compile_seconds"] = round(began - started, 1)
+    for path in sorted(args.data.glob("held_*.npz")):
+        part = np.load(path)["tokens"]
+        if len(part) > args.size:
+            last[path.stem] = round(evaluate(model, part, args.batch, args.size, context, device), 4)
+    log.append(last)
+    print(json.dumps(last), flush=True)
     return model, log
 
 
@@ -185,12 +227,15 @@ def main() -> None:
     parser.add_argument("--lr", type=float, default=2e-3)
     parser.add_argument("--every", type=int, default=100, help="steps between evaluations")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--compile", action="store_true", help="compile the layers; eager where that fails")
     args = parser.parse_args()
     model, log = train(args, parse_v4(MINI, eos=None))
     args.out.mkdir(parents=True, exist_ok=True)
     (args.out / "config.json").write_text(json.dumps(MINI, indent=1))
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
     facts = {**vars(args), "device": device, "torch": torch.__version__, "python": sys.version.split()[0]}
+    prepared = args.data / "data.json"
+    facts["prepared"] = json.loads(prepared.read_text()) if prepared.is_file() else {}
     (args.out / "log.json").write_text(json.dumps({"run": facts, "log": log}, default=str, indent=1))
     save_shards(model.checkpoint(), args.out)
 
