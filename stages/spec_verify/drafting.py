@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from flowinfer.message import Ids, Logits, Progress
+from flowinfer.stages.spec_verify.calibration import Calibration
 from flowinfer.stages.spec_verify.count import SpecCounters
 from flowinfer.stages.spec_verify.drafts import F32, Acceptance, Acceptances, Choose, Drafter, DraftSchedule, Ran
 from flowinfer.stages.spec_verify.policy import count_matches
@@ -46,9 +47,11 @@ class Drafting:
         self.counters = SpecCounters(self.max_drafts)
         self.acceptances = acceptances(batch.max_slots, self.max_drafts)
         self.guesses: Ids = np.zeros((batch.max_slots, self.max_drafts), np.int32)
-        self.confidences: F32 = np.zeros((batch.max_slots, self.max_drafts), np.float32)
+        self.said: F32 = np.zeros((batch.max_slots, self.max_drafts), np.float32)  # confidences, by the drafter
+        self.confidences: F32 = self.said.copy()  # and as they are believed
         self.has_guess = np.zeros(batch.max_slots, np.bool_)
-        self.knows_confidence = False  # whether `confidences` are the drafter's own
+        self.knows_confidence = False  # whether the drafter says any
+        self.calibration = Calibration()
         batch.drafting = self.max_drafts > 0
         batch.feature_layers = drafter.needs_features if drafter else ()
 
@@ -102,6 +105,9 @@ class Drafting:
         self.acceptances.learn(slots, hits, trials)
         if self.knows_confidence:
             self.counters.calibrate(self.confidences[slots], hits, trials)
+            places = np.arange(self.max_drafts)
+            tested, held = places < trials[:, None], places < hits[:, None]
+            self.calibration.learn(self.said[slots][tested], held[tested])
 
     # ------------------------------------------------------------------------------------------------- what runs next
 
@@ -123,7 +129,9 @@ class Drafting:
         self.has_guess[slots], self.guesses[slots] = found, drafts
         self.knows_confidence = own is not None
         if own is not None:
-            self.confidences[slots] = own[:, : self.max_drafts]
+            said = own[:, : self.max_drafts]
+            self.said[slots] = said
+            self.confidences[slots] = said if self.drafter.calibrated else self.calibration.apply(said)
             confidences = self.confidences[slots].astype(np.float64)
         room = self.limit[slots] - num_tokens - 1  # verifying k drafts may give k + 1 tokens
         limits = np.where(found, np.minimum(room, self.max_drafts), 0)

@@ -73,11 +73,13 @@ class Drafter(Protocol):
 
     block: tokens that `guess` gives, D.  needs_features: 0-based layers of the target whose output `observe` gets.
     needs_host: drafts are made by the host from the tokens, so no decode step can start before the host saw the last.
+    calibrated: its confidences follow what became of its drafts; else spec-verify sees to that.
     """
 
     block: int
     needs_features: tuple[int, ...]
     needs_host: bool
+    calibrated: bool
 
     def join(self, slot: int) -> None:
         """The slot has a new sequence, or one that is back."""
@@ -227,6 +229,7 @@ class NgramDraft:
 
     needs_features: tuple[int, ...] = ()
     needs_host = True
+    calibrated = True  # it has none
 
     def __init__(self, tokens: Ids, *, ngram_min: int, ngram_max: int, max_drafts: int) -> None:
         """tokens: the batch's history, int32 [max_slots, max_tokens], read in place."""

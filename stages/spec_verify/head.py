@@ -22,6 +22,7 @@ class HeadDraft:
     """Drafts of the batch whose history is `tokens`; see drafts.Drafter."""
 
     needs_host = False
+    calibrated = False
 
     def __init__(self, head: DraftHead, tokens: Ids, device: torch.device) -> None:
         """tokens: the batch's history, int32 [max_slots, max_tokens], read in place."""

@@ -39,6 +39,7 @@ class ModelDraft:
 
     needs_features: tuple[int, ...] = ()
     needs_host = True
+    calibrated = True
 
     def __init__(self, model: Model | V4Model, layout: KVLayout, tokens: Ids, *, block: int, num_blocks: int) -> None:
         """layout: of the model's KV, of which num_blocks blocks are taken.  tokens: the batch's, read in place."""

@@ -30,6 +30,8 @@ ON_GPU = "with drafts each decode step waits for the host: steps don't overlap, 
 
 def fits(config: SpecVerify.Config) -> tuple[Fit, ...]:
     """What must suit the model that decodes."""
+    if config.draft == "model":
+        return (Fit("draft_model", "moe-decode", partial(_model_suits, config.draft_model)),)
     if config.draft != "head":
         return ()
 
@@ -55,9 +57,23 @@ def fits(config: SpecVerify.Config) -> tuple[Fit, ...]:
     return Fit("head" if config.head else "draft", "moe-decode", suits), Fit("tokens", "moe-decode", drafts)
 
 
+def _model_suits(draft_model: str, model: str) -> tuple[str, str] | None:
+    from flowinfer.engine import hub
+    from flowinfer.errors import ModelError
+
+    try:
+        sizes = [hub.describe(hub.resolve(name)).config.vocab_size for name in (draft_model, model)]
+    except ModelError:
+        return None  # is fetched at the start, and compared then
+    if sizes[0] == sizes[1]:
+        return None
+    text = f"draft_model: {draft_model} knows {sizes[0]} tokens and {model} {sizes[1]}: its drafts would mean others."
+    return text, "Use a smaller model of the same family, or draft: suffix."
+
+
 def is_quick(config: SpecVerify.Config) -> bool:
     """Whether its drafter is made at once, with nothing to load."""
-    return config.draft != "head"
+    return config.draft not in ("head", "model")
 
 
 def make_drafter(config: SpecVerify.Config, batch: Batch) -> Drafter | None:
@@ -71,6 +87,8 @@ def make_drafter(config: SpecVerify.Config, batch: Batch) -> Drafter | None:
             return None
         case "head":
             return _head(config, batch)
+        case "model":
+            return _model(config, batch, most)
         case "suffix":
             return SuffixDraft(batch.tokens, batch.num_prompt, partial(_salt_of, batch), max_drafts=most)
         case "ngram":
@@ -94,6 +112,22 @@ def _head(config: SpecVerify.Config, batch: Batch) -> Drafter:
     path = heads.find(batch.model_name, config.head)
     head = DraftHead.load(path, target.embedding, target.project, target.device, target.dtype)
     return HeadDraft(head, batch.tokens, target.device)
+
+
+def _model(config: SpecVerify.Config, batch: Batch, most: int) -> Drafter:
+    from flowinfer.engine import hub
+    from flowinfer.engine.models import load_model
+    from flowinfer.errors import ModelError
+    from flowinfer.stages.spec_verify.model_draft import ModelDraft
+
+    if problem := _model_suits(config.draft_model, batch.model_name):
+        raise ModelError(problem[0], help=problem[1])
+    folder, target = hub.resolve(config.draft_model), _engine(batch).model
+    model = load_model(folder, dtype=str(target.dtype).removeprefix("torch."), device=str(target.device))
+    layout = hub.describe(folder).layout(str(model.dtype).removeprefix("torch."))
+    longest = layout.blocks_for(min(batch.max_tokens, model.config.max_positions) + most)
+    num_blocks = max(1, min(config.draft_memory // layout.block_bytes, batch.max_slots * longest))
+    return ModelDraft(model, layout, batch.tokens, block=most, num_blocks=num_blocks)
 
 
 def _engine(batch: Batch) -> Engine:

@@ -27,12 +27,13 @@ from flowinfer.message import (
     TokenLogprob,
     Tokens,
 )
-from flowinfer.stage import Contract, Stage, StageConfig, setting
+from flowinfer.stage import Contract, ModelUse, Stage, StageConfig, setting
 from flowinfer.stages.spec_verify.drafting import Drafting
 from flowinfer.stages.spec_verify.drafts import Drafter
 from flowinfer.stages.spec_verify.policy import LENGTH, RUNS, STOP, StopRules, count_matches, pad_rows
 from flowinfer.stages.spec_verify.sources import ON_GPU, fits, is_quick, make_acceptances, make_drafter, make_schedule
 from flowinfer.stages.spec_verify.tenants import Tenants
+from flowinfer.units import ByteSize
 
 if TYPE_CHECKING:
     from flowinfer.engine.batch import Batch
@@ -61,29 +62,39 @@ class SpecVerify(Stage):
     class Config(StageConfig):
         """draft: where drafts come from; none samples one token a step.  tokens: drafts verified per step at most.
 
+        schedule: fixed verifies all drafts, learned those that pay by row_cost, confidence those that give most tokens
+        a second by measured step times.  head: file of the draft head; default, the one that comes with the model.
+        draft_model, draft_memory: what draft: model runs, and the memory for its keys and values at most.
         ngram_min, ngram_max: lengths of the n-grams that ngram looks up.
         row_cost: time of one more row in a decode step as a share of the step's fixed time; the dearer a row, the surer
         a draft must be (0: always draft all).
         """
 
-        draft: Literal["none", "ngram", "suffix", "head"] = setting("ngram", change="live")
+        draft: Literal["none", "ngram", "suffix", "head", "model"] = setting("ngram", change="live")
         tokens: int = setting(4, change="live", ge=1, le=8)
         schedule: Literal["fixed", "learned", "confidence"] = setting("learned", change="live")
         head: str = setting("", change="live")
+        draft_model: str = setting("", change="live")
+        draft_memory: ByteSize = setting(256 * 2**20, change="live")
         ngram_min: int = setting(2, change="live", ge=1, le=16)
         ngram_max: int = setting(4, change="live", ge=1, le=16)
         row_cost: float = setting(0.12, change="live", ge=0)  # SmolLM2 on 2 cores: 0.10 to 0.13 in bfloat16 and float32
 
         @model_validator(mode="after")
-        def _lengths_ordered(self) -> SpecVerify.Config:
+        def _complete(self) -> SpecVerify.Config:
             if self.ngram_min > self.ngram_max:
                 raise ValueError(f"ngram_min ({self.ngram_min}) is above ngram_max ({self.ngram_max})")
+            if self.draft == "model" and not self.draft_model:
+                raise ValueError("draft: model needs draft_model, a smaller model with the same vocabulary")
             return self
 
         def contract(self) -> Contract:
-            """Shares the batch with moe-decode, so both run in one worker; a head must suit the model there."""
+            """Shares the batch with moe-decode, so both run in one worker; what drafts must suit the model there."""
             return Contract(
-                beside=frozenset({"moe-decode"}), fits=fits(self), on_gpu=ON_GPU if self.draft != "none" else ""
+                beside=frozenset({"moe-decode"}),
+                model=ModelUse(self.draft_model) if self.draft == "model" else None,
+                fits=fits(self),
+                on_gpu=ON_GPU if self.draft != "none" else "",
             )
 
     config: Config

@@ -48,6 +48,7 @@ class SuffixDraft:
 
     needs_features: tuple[int, ...] = ()
     needs_host = True
+    calibrated = True
 
     def __init__(
         self,

@@ -19,6 +19,7 @@ class Cheat:
 
     needs_features: tuple[int, ...] = ()
     needs_host = True
+    calibrated = False
 
     def __init__(self, batch: Batch, answers: dict[str, list[int]], *, block: int = 8, wrong: float = 0.2) -> None:
         self.block = block

@@ -131,6 +131,17 @@ def test_no_source_and_no_schedule_changes_a_token(
     check_clean(service)
 
 
+def test_the_target_as_its_own_drafter_is_always_right(model: Path, plain: dict[str, list[int]]) -> None:
+    """Equal logits with equal settings and equal noise are equal tokens, whatever the temperature and the penalties."""
+    settings = {"draft": "model", "draft_model": str(model), "tokens": 5, "schedule": "fixed"}
+    service = Service(model, num_blocks=64, verify=settings)
+    service.send(*requests())
+    assert service.finish(p.id for p in requests()) == plain
+    drafted, accepted = used(service)
+    assert drafted > 200 and accepted > 0.98 * drafted
+    check_clean(service)
+
+
 @pytest.mark.parametrize("wrong", [0.0, 0.3])
 def test_good_drafts_in_any_number_change_no_token_and_save_steps(
     model: Path, plain: dict[str, list[int]], wrong: float, monkeypatch: pytest.MonkeyPatch
