@@ -18,7 +18,7 @@ I64 = NDArray[np.int64]
 
 WINDOW = 32  # residuals of a size that count: about a second of steps
 ENOUGH = 5  # of them before they say anything
-DRAFTS_KEPT = 9  # the last draft times of a batch size whose median counts
+DRAFTS_KEPT, DRAFTS_ENOUGH = 9, 3  # the last draft times of a batch size whose median counts, and from when on
 
 
 class StepTable(msgspec.Struct, frozen=True, kw_only=True):
@@ -83,10 +83,11 @@ class StepCosts:
 
     def draft_seconds(self, num_sequences: int) -> float:
         """Of drafting for so many sequences: the median at the nearest size seen, for a larger one by its share."""
-        if not self._drafts:
-            return 0.0
+        known = [exponent for exponent, seen in self._drafts.items() if len(seen) >= DRAFTS_ENOUGH]
+        if not known:
+            return 0.0  # the first drafts read whole prompts, and are no measure
         exponent = num_sequences.bit_length()
-        nearest = min(self._drafts, key=lambda known: abs(known - exponent))
+        nearest = min(known, key=lambda seen: abs(seen - exponent))
         return median(self._drafts[nearest]) * max(1.0, 2.0 ** (exponent - nearest))
 
     def observe_draft(self, num_sequences: int, seconds: float) -> None:

@@ -28,8 +28,9 @@ if TYPE_CHECKING:
     from flowinfer.message import Ids
 
 FORMAT = 1  # raised where the figures come to mean something else
-REPEATS = 5
-BUDGET_S = 2.0  # for all sizes: what is left unmeasured lies on the line of the last two
+REPEATS = 3
+BUDGET_S = 3.0  # for all sizes: what is left unmeasured lies on the line of the last two
+GROWTH = 4  # from size to size: times between two lie near a line
 ROWS_EACH = 4  # of a sequence: its last token and three drafts
 LONG = 1024  # tokens of context that attention's share is measured with
 _LEAST_S = 1e-6
@@ -40,7 +41,7 @@ def step_table(engine: Engine, max_rows: int, folder: Path, *, captured: Sequenc
 
     captured: sizes that steps are padded to, where they run as graphs. Call while nothing else runs.
     """
-    sizes = list(captured) or doubling(max_rows)
+    sizes = list(captured) or growing(max_rows)
     key = table_key(engine, sizes)
     file = folder / f"{key}.json"
     found = load_table(file, key)
@@ -52,14 +53,17 @@ def step_table(engine: Engine, max_rows: int, folder: Path, *, captured: Sequenc
 
 def guessed_table(engine: Engine, max_rows: int) -> StepTable:
     """What steps should take by what the engine learned of prefill: for when there is no time to measure."""
-    rows = doubling(max_rows)
+    rows = growing(max_rows)
     seconds = tuple(max(_LEAST_S, engine.cost.predict(count, count)) for count in rows)
     return StepTable(key="guessed", rows=tuple(rows), seconds=seconds, pair_s=engine.cost.coefficients[2])
 
 
-def doubling(most: int) -> list[int]:
-    """1, 2, 4, ... and `most`."""
-    return sorted({*(1 << exponent for exponent in range(most.bit_length())), most})
+def growing(most: int) -> list[int]:
+    """1, GROWTH, GROWTH squared, ... and `most`."""
+    sizes = [1]
+    while sizes[-1] * GROWTH < most:
+        sizes.append(sizes[-1] * GROWTH)
+    return sizes if most == 1 else [*sizes, most]
 
 
 def table_key(engine: Engine, sizes: Sequence[int]) -> str:
@@ -94,11 +98,11 @@ def save_table(file: Path, table: StepTable) -> None:
 
 
 def measure(engine: Engine, sizes: Sequence[int], key: str, *, staircase: bool) -> StepTable:
-    """Median of REPEATS steps over each number of rows, while BUDGET_S lasts; at least over one row and two."""
+    """Median of REPEATS steps over each number of rows, while BUDGET_S lasts; at least over the two smallest sizes."""
     began = time.perf_counter()
     seconds: list[float] = []
     for rows in sizes:
-        if len(seconds) > 1 and time.perf_counter() - began + seconds[-1] * (REPEATS + 1) * 2 > BUDGET_S:
+        if len(seconds) > 1 and time.perf_counter() - began + seconds[-1] * GROWTH * (REPEATS + 1) > BUDGET_S:
             break
         seconds.append(_median_s(_steps(engine, rows, 0)))
     rows = min(sizes[len(seconds) - 1], 2 * ROWS_EACH)

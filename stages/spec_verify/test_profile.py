@@ -43,7 +43,7 @@ def engine() -> FakeEngine:
 
 def test_a_table_is_measured_once_and_kept(engine: FakeEngine, tmp_path: Path) -> None:
     first = profile.step_table(engine, 24, tmp_path)  # type: ignore[arg-type]
-    assert first.usable and first.rows == (1, 2, 4, 8, 16, 24) and set(engine.rows) >= set(first.rows)
+    assert first.usable and first.rows == (1, 4, 16, 24) and set(engine.rows) >= set(first.rows)
     num_steps = len(engine.rows)
     assert profile.step_table(engine, 24, tmp_path) == first  # type: ignore[arg-type]
     assert len(engine.rows) == num_steps and engine.pool.num_free == 40
@@ -87,7 +87,7 @@ def test_captured_sizes_are_stairs(engine: FakeEngine, tmp_path: Path) -> None:
 
 def test_measuring_ends_with_its_budget(engine: FakeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(profile, "BUDGET_S", 0.0)
-    assert profile.step_table(engine, 512, tmp_path).rows == (1, 2)  # type: ignore[arg-type]
+    assert profile.step_table(engine, 512, tmp_path).rows == (1, 4)  # type: ignore[arg-type]
 
 
 def test_few_blocks_are_shared(tmp_path: Path) -> None:

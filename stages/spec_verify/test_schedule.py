@@ -226,5 +226,6 @@ def test_acceptance_is_learned_by_sequence_and_position() -> None:
 
 def test_gains_count_the_time_of_drafting() -> None:
     table = costs(1.0, 1.0, 1.0)
-    table.observe_draft(1, 1.0)
+    for _ in range(3):
+        table.observe_draft(1, 1.0)
     assert gains(np.array([[0.5, 0.25]]), table).tolist() == pytest.approx([0.5, 0.75, 0.875])
