@@ -46,8 +46,9 @@ class Restored(NamedTuple):
 
 @dataclass(frozen=True)
 class _Reading:
-    """What is read for one prompt. blocks: of ours, by number, that may be written.  at: blocks that were found already,
-    of which `partial` lack their state.
+    """What is read for one prompt. at: blocks that were found already, of which `partial` lack their state.
+
+    blocks: of ours, by number, that may be written.
     """
 
     names: Sequence[bytes]
@@ -157,7 +158,7 @@ class LowerTiers:
         return True
 
     def _read(self, reading: _Reading) -> Restored:
-        """What is worth it of the entries, each tier going on where the one before ended, then the state at their end."""
+        """What is worth it of the entries, then the state at their end."""
         rule, at = self.engine.prefixes.rule, reading.at
         reach = self._reach(reading)
         stored = self._stored_states(reading, reach)
@@ -189,7 +190,7 @@ class LowerTiers:
         return {number for number, *there in zip(numbers, *found, strict=True) if any(there)}
 
     def _read_entries(self, reading: _Reading, end: int, *, replays: bool) -> int:
-        """Round by round until no tier has more; returns how many blocks."""
+        """Each tier goes on where the one before ended, until none has more; returns how many blocks."""
         done, before, size = reading.at, -1, self.engine.layout.block_tokens
         replayed = (self.engine.prefixes.rule.blocks or 0) * size if replays else 0
         while before < done < end:

@@ -77,14 +77,14 @@ class Prefixes:
         return self.rule.whole_end(held.num_found, held.partial) < num_blocks
 
     def take_pinned(self, held: HeldKV, source: Ids, partial: Iterable[int]) -> None:
-        """Copies cached blocks of another worker (arena ids) behind what was found. partial: of these, counted from 0."""
+        """Copies cached blocks of another worker (arena ids) behind what was found. partial: places of these."""
         at = held.num_found
         self.engine.copy_blocks(held.blocks[at : at + len(source)], source.tolist())
         held.num_found += len(source)
         held.partial.update(at + number for number in partial)
 
     def take_restored(self, held: HeldKV, num_blocks: int, states: Collection[int]) -> None:
-        """The entries of num_blocks more blocks are in place, and the state of these (numbers) in `own_block` of each."""
+        """The entries of num_blocks more blocks are in place, and the state of these numbers in `own_block` of each."""
         at = held.num_found
         held.num_found += num_blocks
         if self.rule.state_blocks:
@@ -124,6 +124,12 @@ class Prefixes:
         held.num_committed = end
         if end > kept:
             held.num_computed = max(held.num_computed, end * self.engine.layout.block_tokens)
+
+    def cut(self, held: HeldKV, num_blocks: int) -> None:
+        """Only the leading num_blocks blocks are here; the request goes on behind those that are whole at their end."""
+        usable = self.rule.whole_end(num_blocks, held.partial)
+        held.num_computed = min(held.num_computed, usable * self.engine.layout.block_tokens)
+        held.partial = {number for number in held.partial if number < usable}
 
     def _partial_of(self, names: Sequence[bytes]) -> set[int]:
         return {i for i, name in enumerate(names) if self.engine.pool.is_partial(name)}

@@ -256,8 +256,8 @@ class StoreTier:
     ) -> int:
         """Fills blocks with what the store has of the entries of the leading names; returns how many.
 
-        0 where it has none, or where computing them behind `context` tokens is faster; of what is read, `replayed` tokens
-        are computed again all the same. For background threads.
+        0 where it has none, or where computing them behind `context` tokens is faster; of what is read, `replayed`
+        tokens are computed again all the same. For background threads.
         """
         layout = self.engine.layout
         there = leading(self.present(names))

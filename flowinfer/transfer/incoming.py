@@ -181,7 +181,7 @@ class Incoming:
         held = self.engine.held[arrival.id]
         self._free_blocks(arrival, arrival.blocks[keep:], is_safe=owner_is_dead)
         held.blocks = arrival.blocks[:keep]
-        held.num_computed = min(held.num_computed, keep * self.engine.layout.block_tokens)
+        self.engine.prefixes.cut(held, keep)
         if owner_is_dead:
             held.owner = None
         self.release_to_owner(held)

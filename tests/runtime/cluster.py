@@ -122,12 +122,19 @@ class Cluster:
     """front.0, prefill.0 and decode instances that come and go. shared: one arena, else KV travels in frames."""
 
     def __init__(
-        self, model: Path, folder: Path, *, blocks: int = 64, shared: bool = True, draft: str = "none"
+        self,
+        model: Path,
+        folder: Path,
+        *,
+        blocks: int = 64,
+        shared: bool = True,
+        draft: str = "none",
+        lookup: dict[str, Any] | None = None,
     ) -> None:
         named = {"model": str(model), "dtype": "float32"}
         kinds: dict[str, tuple[str, dict[str, Any]]] = {
             "api": ("api", {}),
-            "lookup": ("cache-lookup", named),
+            "lookup": ("cache-lookup", {**named, **(lookup or {})}),
             "prefill": ("prefill", {**named, "token_budget": 96}),
             "transfer": ("kv-transfer", named),
             "decode": ("moe-decode", {**named, "max_batch": 8}),

@@ -2,56 +2,35 @@
 
 from __future__ import annotations
 
-import random
 import shutil
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from decode_loop import Service, prompt
+from cluster import Cluster
+from decode_loop import prompt
+from windowed import HEAVY, SLIDING, SPARSE, Watched, counted, save_random_v4, some_tokens
 
-from flowinfer.cache.disk.offline import entries
 from flowinfer.engine import hub
-from flowinfer.message import Serving
-from flowinfer.observe import metrics
 
-VOCAB, CONTEXT = 96, 2048
-SPARSE, HEAVY, SLIDING = "compressed_sparse_attention", "heavily_compressed_attention", "sliding_attention"
-SHAPES: dict[str, dict[str, Any]] = {
-    "all kinds": {"layer_types": [SLIDING, SPARSE, HEAVY], "sliding_window": 128},
-    "two blocks": {"layer_types": [SPARSE, SPARSE], "sliding_window": 100},
-    "small": {"layer_types": [SPARSE, HEAVY, SPARSE, SLIDING], "sliding_window": 20},
+SHAPES = {
+    "all kinds": ([SLIDING, SPARSE, HEAVY], 128),
+    "two blocks": ([SPARSE, SPARSE], 100),
+    "small": ([SPARSE, HEAVY, SPARSE, SLIDING], 20),
 }
-
-
-def save_random(folder: Path, **changes: Any) -> Path:
-    """A small DeepSeek-V4 of random weights, none of them trivial."""
-    from transformers import DeepseekV4Config, DeepseekV4ForCausalLM
-
-    torch.set_num_threads(1)
-    torch.manual_seed(0)
-    sizes: dict[str, Any] = {
-        "vocab_size": VOCAB, "hidden_size": 32, "moe_intermediate_size": 32, "num_attention_heads": 2, "head_dim": 32,
-        "q_lora_rank": 16, "num_experts_per_tok": 2, "n_routed_experts": 4, "o_groups": 2, "o_lora_rank": 16,
-        "index_n_heads": 4, "index_head_dim": 16, "index_topk": 16, "num_hash_layers": 1, "bos_token_id": 1,
-        "eos_token_id": 2, "max_position_embeddings": CONTEXT, "qk_rope_head_dim": 8, "initializer_range": 0.3,
-        "num_hidden_layers": len(changes["layer_types"]),
-    }  # fmt: skip
-    DeepseekV4ForCausalLM(DeepseekV4Config(**sizes | changes)).save_pretrained(folder)
-    return folder
+FIRST = 9  # blocks of the prompt that is on disk
+Models, Stored = Callable[[str], Path], Callable[..., Path]
 
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
     made: dict[str, Path] = {}
 
     def get(shape: str) -> Path:
         if shape not in made:
-            made[shape] = save_random(tmp_path_factory.mktemp("v4"), **SHAPES[shape])
+            made[shape] = save_random_v4(tmp_path_factory.mktemp("v4"), *SHAPES[shape])
         return made[shape]
 
     return get
@@ -63,88 +42,28 @@ def restoring(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("flowinfer.engine.store_tier.worth_restoring", lambda *args: True)
 
 
-class Watched(Service):
-    """A service that keeps the logits of each step and what cached blocks hold."""
-
-    def __init__(
-        self, model: Path, folder: Path | None, mode: str = "exact", num_blocks: int = 64, **more: Any
-    ) -> None:
-        disk = {"path": str(folder), "size": "64MiB", "segment": "1MiB", "spare": "0"}
-        tiers = {"write": "all", "disk": disk} if folder else {}
-        super().__init__(model, num_blocks=num_blocks, lookup={"tiers": tiers, "replay": mode}, **more)
-        self.engine = self.decode.engine
-        self.logits: list[torch.Tensor] = []
-        self.seen: dict[tuple[int, bytes, bool], bytes] = {}
-        forward = self.engine.forward
-
-        def kept(*args: Any, **how: Any) -> Any:
-            before = self.bytes_of_shared()
-            logits = forward(*args, **how)
-            if logits is not None:
-                self.logits.append(logits.clone())
-            after = self.bytes_of_shared()
-            assert before == {key: after[key] for key in before}, "a step wrote over what is cached"
-            return logits
-
-        self.engine.forward = kept
-        self.group.emit(Serving())
-
-    def bytes_of_shared(self) -> dict[tuple[int, bytes], bytes]:
-        """What names say: the entries of each cached block, and the state of whole ones."""
-        parts, pool = self.engine.layout.parts, self.pool
-        found = {}
-        for block, name in pool._name.items():
-            end = parts["entries"].stop if pool.is_partial(name) else parts["state"].stop
-            found[block, name] = self.engine.kv[block].view(-1)[:end].view(torch.uint8).numpy().tobytes()
-        return found
-
-    def ask(self, tokens: list[int], max_tokens: int = 6, **how: Any) -> tuple[list[int], torch.Tensor]:
-        """The answer and the logits of each of its steps."""
-        id, self.logits = f"r{random.random()}", []
-        self.send(prompt(id, tokens, max_tokens, **how))
-        answer = self.finish([id])[id]
-        self.end = self.client.ended[id]
-        return answer, torch.cat(self.logits)
-
-    def stop(self) -> None:
-        """Ends, once all is written; by then nobody holds a block."""
-        deadline = time.monotonic() + 20
-        while self.pool.num_free < self.pool.num_blocks and time.monotonic() < deadline:
-            self.woken.wait(0.01)
-            self.woken.clear()
-            self.turn()
-        self.group.close()
-        assert self.pool.num_free == self.pool.num_blocks
-
-    def replayed(self) -> float:
-        samples = [value for name, _, value in metrics.snapshot() if "prefix_replay_tokens" in name]
-        return sum(samples)
-
-
-def some_tokens(seed: int, count: int) -> list[int]:
-    return random.Random(seed).choices(range(3, VOCAB), k=count)
-
-
-def cold(model: Path, tokens: list[int], max_tokens: int = 6) -> tuple[list[int], torch.Tensor]:
-    return Watched(model, None).ask(tokens, max_tokens)
-
-
-FIRST = 9  # blocks of the prompt that is on disk
-
-
 @pytest.fixture(scope="module")
-def stored(models: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, Path, str], Path]:
-    """A copy of what a service left on disk that had answered one prompt of some more than nine blocks."""
+def filled(models: Models, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, bool], Path]:
     made: dict[tuple[str, bool], Path] = {}
 
-    def get(shape: str, copy: Path, mode: str = "exact") -> Path:
-        key = (shape, mode == "bounded")
+    def get(shape: str, approximate: bool) -> Path:
+        key = (shape, approximate)
         if key not in made:
             made[key] = tmp_path_factory.mktemp("kv")
-            running = Watched(models(shape), made[key], mode)
+            running = Watched(models(shape), made[key], "bounded" if approximate else "exact")
             running.ask(first_tokens(models(shape)), 2)
             running.stop()
-        return shutil.copytree(made[key], copy / f"{shape} {mode} {len(list(copy.iterdir()))}")
+        return made[key]
+
+    return get
+
+
+@pytest.fixture
+def stored(filled: Callable[[str, bool], Path], tmp_path: Path) -> Stored:
+    """A copy of what a service left on disk that had answered one prompt of some more than nine blocks."""
+
+    def get(shape: str, mode: str = "exact") -> Path:
+        return shutil.copytree(filled(shape, mode == "bounded"), tmp_path / f"{len(list(tmp_path.iterdir()))}")
 
     return get
 
@@ -157,24 +76,199 @@ def first_tokens(model: Path) -> list[int]:
     return some_tokens(1, FIRST * block_tokens(model) + 5)
 
 
-@pytest.mark.parametrize(
-    ("shape", "at"), [("all kinds", 1), ("all kinds", 4), ("all kinds", 9), ("two blocks", 6), ("small", 3)]
-)
-def test_exact_and_off_answer_as_a_cold_run_behind_a_hit_at_any_block(
-    models: Callable[[str], Path], stored: Callable[..., Path], tmp_path: Path, shape: str, at: int
+def behind(model: Path, at: int, seed: int = 2, count: int = 40) -> list[int]:
+    """A prompt that shares `at` blocks, and some tokens, with the one on disk."""
+    return [*first_tokens(model)[: at * block_tokens(model) + 3], *some_tokens(seed, count)]
+
+
+def cold(model: Path, tokens: list[int], max_tokens: int = 6) -> tuple[list[int], torch.Tensor]:
+    return Watched(model, None).ask(tokens, max_tokens)
+
+
+def same(found: tuple[list[int], torch.Tensor], wanted: tuple[list[int], torch.Tensor]) -> None:
+    assert found[0] == wanted[0]
+    torch.testing.assert_close(found[1], wanted[1], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(("shape", "at"), [("all kinds", 1), ("all kinds", 5), ("two blocks", 6), ("small", 3)])
+@pytest.mark.parametrize("mode", ["exact", "off"])
+def test_behind_a_hit_at_any_block_the_answer_is_that_of_a_cold_run(
+    models: Models, stored: Stored, shape: str, at: int, mode: str
 ) -> None:
     model = models(shape)
-    size, tokens = block_tokens(model), first_tokens(model)
-    if at < FIRST:
-        tokens = [*tokens[: at * size + 3], *some_tokens(2, 40)]
-    wanted, logits = cold(model, tokens)
-    for mode in ("exact", "off"):
-        again = Watched(model, stored(shape, tmp_path), mode)
-        rule, before = again.engine.prefixes.rule, again.replayed()
-        answer, found = again.ask(tokens)
-        assert answer == wanted
-        torch.testing.assert_close(found, logits, rtol=1e-5, atol=1e-5)
-        begin = at if at == FIRST else at - rule.blocks if mode == "exact" and at > rule.blocks else 0
-        assert again.end.cached_tokens == begin * size
-        assert again.replayed() - before == (rule.blocks * size if 0 < begin < FIRST else 0)
-        again.stop()
+    running, before = Watched(model, stored(shape), mode), counted("prefix_replay_tokens_total")
+    same(running.ask(behind(model, at)), cold(model, behind(model, at)))
+    size, blocks = block_tokens(model), running.engine.prefixes.rule.blocks
+    replays = mode == "exact" and at > blocks
+    assert running.end.cached_tokens == (at - blocks) * size * replays if replays else running.end.cached_tokens == 0
+    assert counted("prefix_replay_tokens_total") - before == (blocks * size if replays else 0)
+    running.stop()
+
+
+@pytest.mark.parametrize("mode", ["exact", "bounded", "off"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_at_the_end_of_a_prompt_its_state_was_kept_and_nothing_is_run_again(
+    models: Models, stored: Stored, shape: str, mode: str
+) -> None:
+    model, before = models(shape), counted("prefix_replay_tokens_total")
+    running = Watched(model, stored(shape, mode), mode)
+    same(running.ask(behind(model, FIRST)), cold(model, behind(model, FIRST)))
+    assert running.end.cached_tokens == FIRST * block_tokens(model)
+    assert counted("prefix_replay_tokens_total") == before
+    running.stop()
+
+
+def test_bounded_is_near_and_runs_one_window(models: Models, stored: Stored) -> None:
+    model = models("all kinds")
+    running, before = Watched(model, stored("all kinds", "bounded"), "bounded"), counted("prefix_replay_tokens_total")
+    _, found = running.ask(behind(model, 6))
+    _, wanted = cold(model, behind(model, 6))
+    assert running.end.cached_tokens == 5 * 128
+    assert counted("prefix_replay_tokens_total") - before == 128
+    far = (found[0] - wanted[0]).norm() / wanted[0].norm()
+    assert 1e-6 < far < 0.5, "near, but not the same"
+    running.stop()
+
+
+def test_a_replay_reads_no_window_before_its_beginning(models: Models, stored: Stored) -> None:
+    """What the memory of partial blocks holds from earlier tenants doesn't show."""
+    model, answers = models("all kinds"), []
+    for seed in (1, 2):
+        running = Watched(model, stored("all kinds", "bounded"), "bounded", seed=seed)
+        answers.append(running.ask(behind(model, 6))[1])
+        running.stop()
+    assert torch.equal(*answers)
+
+
+@pytest.mark.parametrize("mode", ["exact", "bounded"])
+def test_prompts_at_once_behind_one_prefix_share_its_blocks_and_write_none_of_them(
+    models: Models, stored: Stored, mode: str
+) -> None:
+    """Some find partial blocks in the pool, some read further ones, some go on where others have replayed."""
+    model = models("two blocks")
+    running = Watched(model, stored("two blocks", mode), mode, num_blocks=120)
+    running.ask(behind(model, 8))
+    prompts = {f"r{n}": behind(model, at, seed=n) for n, at in enumerate((7, 7, 6, 8, 9))}
+    running.send(*[prompt(id, tokens, max_tokens=9) for id, tokens in prompts.items()])
+    answers = running.finish(prompts)
+    if mode == "exact":
+        assert answers == {id: cold(model, tokens, 9)[0] for id, tokens in prompts.items()}
+    running.stop()
+
+
+def test_a_window_made_by_a_bounded_replay_counts_for_nobody(models: Models, stored: Stored) -> None:
+    """Not in the pool: the next prompt replays too.  Not on disk: a service that wants it exact finds none of it."""
+    model, folder = models("two blocks"), stored("two blocks", "bounded")
+    running = Watched(model, folder, "bounded")
+    first = running.ask(behind(model, 6))
+    before = counted("prefix_replay_tokens_total")
+    again = running.ask(behind(model, 6, seed=3))
+    assert counted("prefix_replay_tokens_total") - before == 2 * 64
+    assert running.pool.is_partial(running.pool.names()[5])
+    running.stop()
+    exact = Watched(model, folder)
+    same(exact.ask(behind(model, 6)), cold(model, behind(model, 6)))
+    assert exact.end.cached_tokens == 0
+    exact.stop()
+    assert first and again
+
+
+def test_an_exact_replay_leaves_a_whole_block_behind(models: Models, stored: Stored) -> None:
+    model = models("all kinds")
+    running = Watched(model, stored("all kinds"))
+    running.ask(behind(model, 6))
+    before = counted("prefix_replay_tokens_total")
+    same(running.ask(behind(model, 6, seed=3)), cold(model, behind(model, 6, seed=3)))
+    assert running.end.cached_tokens == 6 * 128 and counted("prefix_replay_tokens_total") == before
+    running.stop()
+
+
+def test_prompts_whose_logprobs_are_asked_for_never_replay(models: Models, stored: Stored) -> None:
+    model, before = models("two blocks"), counted("prefix_replay_tokens_total")
+    running = Watched(model, stored("two blocks"))
+    running.ask(behind(model, 7), prompt_logprobs=1)
+    assert running.end.cached_tokens == 0 and counted("prefix_replay_tokens_total") == before
+    running.stop()
+
+
+@pytest.mark.parametrize("turns", [1, 5, 9])
+def test_a_cancel_in_the_middle_of_a_replay_frees_all_and_spoils_nothing(
+    models: Models, stored: Stored, turns: int
+) -> None:
+    model = models("all kinds")
+    running = Watched(model, stored("all kinds"))
+    running.send(prompt("gone", behind(model, 6)))
+    prefill: Any = running.group.by_name["prefill"].stage
+    while "gone" not in running.engine.held or prefill.restoring:
+        running.turn()
+    running.turn(turns)
+    running.cancel("gone")
+    running.settle()
+    same(running.ask(behind(model, 6)), cold(model, behind(model, 6)))
+    running.stop()
+
+
+def test_preempted_behind_a_replay_changes_no_token(models: Models, stored: Stored) -> None:
+    model = models("two blocks")
+    prompts = {f"r{n}": behind(model, 7, seed=n) for n in range(3)}
+    running = Watched(model, stored("two blocks"), num_blocks=14)
+    running.send(*[prompt(id, tokens, max_tokens=90) for id, tokens in prompts.items()])
+    answers = running.finish(prompts)
+    assert running.decode.num_preemptions > 0
+    assert answers == {id: cold(model, tokens, 90)[0] for id, tokens in prompts.items()}
+    running.stop()
+
+
+@pytest.mark.parametrize("budget", [16, 37, 145])
+def test_a_replay_may_be_cut_anywhere(models: Models, stored: Stored, budget: int) -> None:
+    model = models("all kinds")
+    running = Watched(model, stored("all kinds"))
+    scheduler = running.group.by_name["prefill"].stage.scheduler  # type: ignore[attr-defined]
+    scheduler.token_budget, scheduler.block_tokens = budget, 1
+    same(running.ask(behind(model, 5)), cold(model, behind(model, 5)))
+    assert running.end.cached_tokens == 2 * 128
+    running.stop()
+
+
+def test_a_chat_that_grows_over_restarts_goes_on_where_it_ended(models: Models, tmp_path: Path) -> None:
+    """Each turn finds the end of the one before, of its output too: nothing is run again."""
+    model, before = models("two blocks"), counted("prefix_replay_tokens_total")
+    tokens, num_kept = some_tokens(5, 150), 0
+    for turn in range(3):
+        running = Watched(model, tmp_path)
+        answer, logits = running.ask(tokens, 70)
+        same((answer, logits), cold(model, tokens, 70))
+        assert running.end.cached_tokens == num_kept
+        num_kept = (len(tokens) + len(answer) - 1) // 64 * 64
+        tokens = [*tokens, *answer, *some_tokens(turn, 9)]
+        running.stop()
+    assert counted("prefix_replay_tokens_total") == before
+
+
+@pytest.fixture
+def cluster(models: Models, stored: Stored, tmp_path: Path) -> Iterator[Callable[..., Cluster]]:
+    made: list[Cluster] = []
+
+    def begin(*, shared: bool, tiers: dict[str, Any]) -> Cluster:
+        folder = tmp_path / f"sockets {len(made)}"
+        folder.mkdir()
+        made.append(Cluster(models("two blocks"), folder, shared=shared, lookup={"tiers": tiers}))
+        return made[-1]
+
+    yield begin
+    for one in made:
+        one.close()
+
+
+@pytest.mark.parametrize("shared", [True, False], ids=["shm", "tcp"])
+def test_decode_apart_gets_the_window_and_replays_nothing(
+    models: Models, stored: Stored, cluster: Callable[..., Cluster], shared: bool
+) -> None:
+    model = models("two blocks")
+    disk = {"path": str(stored("two blocks")), "size": "256MiB", "segment": "1MiB", "spare": "0"}
+    tiers, before = {"disk": disk, "write": "all"}, counted("prefix_replay_tokens_total")
+    running = cluster(shared=shared, tiers=tiers)
+    for id, seed in (("a", 2), ("b", 3)):
+        running.send(prompt(id, behind(model, 7, seed), max_tokens=70))
+        assert running.finish([id]) == {id: cold(model, behind(model, 7, seed), 70)[0]}
+    assert counted("prefix_replay_tokens_total") - before == 4 * 64, "the second one finds whole blocks"
