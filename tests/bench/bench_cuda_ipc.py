@@ -164,7 +164,7 @@ def run(name: str) -> dict[str, Any]:
     fill(kv, 1)
     torch.cuda.synchronize()
     sender = cuda_ipc.make_sender(engine(kv, layout))
-    device = sender.device
+    device = sender.links.device  # type: ignore[attr-defined]
     assert isinstance(device, CudaDevice)
 
     def ask(*what: object) -> Any:
@@ -181,7 +181,7 @@ def run(name: str) -> dict[str, Any]:
     complete(sender, Push("b", 2, "decode.0", 1, ask("busy"), targets), sources)
     assert ask("differing", targets, sources, 1, 7.0) == 0, "blocks that weren't at rest were written to"
 
-    mapped = sender._takers["decode.0"].mapped
+    mapped = sender._takers["decode.0"].link
     order = rng.sample(range(num_blocks), num_blocks)
     sets = [order[i : i + per_set] for i in range(0, num_blocks, per_set)]
     ids = [np.array(list(zip(to, of, strict=True)), np.int32) for to, of in zip(sets, sets[1:] + sets[:1], strict=True)]

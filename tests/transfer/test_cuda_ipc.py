@@ -16,8 +16,9 @@ from numpy.typing import NDArray
 
 from flowinfer.errors import FlowInferError
 from flowinfer.message import KVPushed
-from flowinfer.transfer import cuda_ipc
-from flowinfer.transfer.cuda_ipc import CudaIpcReceiver, CudaIpcSender, PoolAddress
+from flowinfer.transfer import cuda_ipc, pushing
+from flowinfer.transfer.cuda_ipc import CudaIpcReceiver, CudaLinks, PoolAddress
+from flowinfer.transfer.pushing import LinkSender
 from flowinfer.transfer.transport import Push, Stopped, TransferError, Written
 
 NUM_BLOCKS, BLOCK_BYTES = 8, 4
@@ -28,7 +29,7 @@ class Copying:
     """Under way until `finish`, which writes."""
 
     def __init__(self, mapped: bytes, write: Callable[[], None]) -> None:
-        self.mapped, self.write, self.done = mapped, write, False
+        self.mapped, self.write, self.done, self.failed = mapped, write, False, False
 
     def finish(self) -> None:
         if not self.done:
@@ -36,6 +37,8 @@ class Copying:
             self.done = True
 
     def query(self) -> bool:
+        if self.failed:
+            raise TransferError("the link broke.")
         return self.done
 
     def synchronize(self) -> None:
@@ -87,6 +90,11 @@ class Gpu:
         for copy in self.under_way:
             copy.finish()
 
+    def fail(self) -> None:
+        for copy in self.under_way:
+            copy.failed = copy.failed or not copy.done
+            copy.done = True
+
 
 class Owner:
     """A sender in a worker whose background work is done by `turn`."""
@@ -97,7 +105,7 @@ class Owner:
         self.jobs: deque[tuple[Callable[[], Any], Callable[[Any], Any]]] = deque()
         context = SimpleNamespace(submit=lambda fn, then: self.jobs.append((fn, then)))
         engine: Any = SimpleNamespace(layout=SimpleNamespace(block_bytes=BLOCK_BYTES), ctx=context, kv=self.gpu.pool)
-        self.sender = CudaIpcSender(engine, self.gpu)
+        self.sender = LinkSender(engine, CudaLinks(self.gpu))
 
     def turn(self) -> None:
         while self.jobs:
@@ -114,7 +122,7 @@ class Owner:
 
 @pytest.fixture(autouse=True)
 def patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda_ipc, "PATIENCE_S", 0.0)
+    monkeypatch.setattr(pushing, "PATIENCE_S", 0.0)
 
 
 def taker(name: str = "taker", generation: int = 1, ticket: int = 1, targets: tuple[int, ...] = (5, 2)) -> Push:
@@ -252,53 +260,72 @@ def test_without_a_gpu_both_halves_say_so() -> None:
             make(engine)
 
 
-steps = st.lists(
-    st.tuples(st.sampled_from(["push", "push", "turn", "finish", "cancel", "forget", "progress"]), st.integers(0, 2)),
-    max_size=40,
-)
+def test_a_link_that_breaks_stops_all_its_tickets_and_the_next_request_makes_another() -> None:
+    owner, push = Owner(at_once=False), taker()
+    second = Push("r", 2, push.to, 1, push.address, push.targets)
+    owner.push(push, [3], last=False)
+    owner.turn()
+    owner.push(second, [3, 0])
+    owner.gpu.fail()
+    assert owner.sender.progress() == [Stopped(1, "the link broke."), Stopped(2, "the link broke.")]
+    owner.turn()
+    owner.gpu.at_once = True
+    owner.push(push, [3, 0])
+    owner.turn()
+    assert owner.sender.progress() == [Written(1, 0, [0, 0])]
+    assert owner.gpu.log == ["open taker/1", "close taker/1", "open taker/1"]
 
 
-@settings(max_examples=200, deadline=None)
+ACTIONS = ["push", "push", "push", "turn", "finish", "cancel", "forget", "progress", "fail"]
+steps = st.lists(st.tuples(st.sampled_from(ACTIONS), st.integers(0, 2)), max_size=40)
+
+
+@settings(max_examples=300, deadline=None)
 @given(steps)
 def test_every_ticket_is_written_stopped_or_given_up_and_no_mapping_is_left(script: list[tuple[str, int]]) -> None:
     owner = Owner(at_once=False)
     pushes = [taker(f"t{n}", ticket=0) for n in range(3)]
     lives = [1, 1, 1]
-    alive: dict[int, int] = {}  # tickets that nobody has given up, with their taker
+    of: dict[int, int] = {}  # tickets that somebody waits for: for their blocks, or for their end
     stopping: set[int] = set()
     said: list[Written | Stopped] = []
-
-    def told() -> set[int]:
-        return {news.ticket for news in said if isinstance(news, Stopped)}
-
     for ticket, (what, n) in enumerate(script, 1):
         if what == "push":
             push = pushes[n]
             owner.push(Push("r", ticket, push.to, push.generation, push.address, push.targets), [1, 2])
-            alive[ticket] = n
+            of[ticket] = n
         elif what == "turn":
             owner.turn()
         elif what == "finish":
             owner.gpu.finish()
-        elif what == "cancel" and alive:
-            given_up = sorted(alive)[n % len(alive)]
-            del alive[given_up]
-            if not owner.sender.cancel(given_up):
+        elif what == "fail":
+            owner.gpu.fail()
+        elif what == "cancel" and (waited := sorted(set(of) - stopping)):
+            given_up = waited[n % len(waited)]
+            if owner.sender.cancel(given_up):
+                del of[given_up]
+            else:
                 stopping.add(given_up)
         elif what == "forget":
             owner.sender.forget(f"t{n}")
             lives[n] += 1
             pushes[n] = taker(f"t{n}", generation=lives[n], ticket=0)
-            gone = {ticket for ticket, of in alive.items() if of == n}
-            alive = {ticket: of for ticket, of in alive.items() if ticket not in gone}
-            stopping -= {ticket for ticket in stopping - told() if script[ticket - 1][1] == n}
-        said += owner.sender.progress()
+            of = {ticket: to for ticket, to in of.items() if to != n}
+        said += _heard(owner, of)
     while owner.sender.pending or owner.jobs:
         owner.turn()
         owner.gpu.finish()
-        said += owner.sender.progress()
-    assert {news.ticket for news in said if isinstance(news, Written)} >= set(alive)
-    assert told() == stopping
+        said += _heard(owner, of)
+    assert not of
+    assert not any(isinstance(news, Written) and news.ticket in stopping for news in said)
     owner.sender.close()
     opened = sum(line.startswith("open") for line in owner.gpu.log)
     assert opened == sum(line.startswith("close") for line in owner.gpu.log)
+
+
+def _heard(owner: Owner, of: dict[int, int]) -> list[Written | Stopped]:
+    """What the sender says, once for each ticket that somebody waits for and for no other."""
+    said = list(owner.sender.progress())
+    for news in said:
+        del of[news.ticket]
+    return said
