@@ -18,7 +18,7 @@ LAYERS = (
     ("message",),
     ("codec",),
     ("channel",),
-    ("engine.layout",),
+    ("engine.layout", "engine.formats"),
     ("stage",),
     ("spec",),
     ("graph.plan",),

@@ -12,6 +12,7 @@ from rich.table import Table
 from flowinfer.engine import hub
 from flowinfer.engine.layout import KVLayout
 from flowinfer.engine.sources import ALIASES, BUNDLED
+from flowinfer.errors import ModelError
 from flowinfer.units import format_bytes, format_tokens
 
 
@@ -70,13 +71,29 @@ def show(model: str) -> None:
         "vocabulary": config.vocab_size,
         "context": f"{info.context_length} tokens",
         "dtype": info.dtype(),
+        "stored as": _stored(info),
         "ends with": ", ".join(map(str, info.eos_token_ids)),
         "KV of a block": f"{format_bytes(layout.block_bytes)} for {layout.block_tokens} tokens",
-        "KV of a token": f"{layout.block_bytes / layout.block_tokens:g} B" + _by_group(layout),
+        "KV of a token": f"{layout.token_bytes:g} B" + _by_group(layout),
+        "KV of a request": ", ".join(_of_request(layout, n) for n in sorted({1, 1024, info.context_length})),
         "digest": info.digest,
     }
     for name, value in rows.items():
-        click.echo(f"{name:>14}  {value}")
+        click.echo(f"{name:>15}  {value}")
+
+
+def _of_request(layout: KVLayout, num_tokens: int) -> str:
+    size = layout.request_bytes(num_tokens) / 2**20
+    return f"{size:,.1f} MiB of {num_tokens:,} token{'s' if num_tokens > 1 else ''}"
+
+
+def _stored(info: hub.ModelInfo) -> str:
+    """Weights by the format in the files; those in FP8 and FP4 become the dtype as they are loaded."""
+    try:
+        stored = hub.stored(info.path, info.config)
+    except ModelError as error:
+        return error.message
+    return ", ".join(f"{kind} {count / 1e6:,.1f} M" for kind, count in stored.items()) or "nothing: they are made up"
 
 
 def _by_group(layout: KVLayout) -> str:

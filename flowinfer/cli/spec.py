@@ -70,9 +70,12 @@ def _note_devices(graph: Graph) -> None:
 
 
 def _note_gpus(graph: Graph) -> None:
-    """What settings cost on a GPU."""
+    """What settings cost on a GPU, and what becomes of weights that it can't multiply as they are."""
     from flowinfer.graph.planner import plan_of
+    from flowinfer.graph.weights import notes
 
+    for text in notes(graph):
+        click.echo(click.style(f"note: {text}", fg="yellow") if sys.stderr.isatty() else f"note: {text}", err=True)
     workers = plan_of(graph).workers
     for stage in graph.stages.values():
         worker = workers.get(stage.worker or "")

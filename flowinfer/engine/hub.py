@@ -16,9 +16,11 @@ from pathlib import Path
 import msgspec
 
 from flowinfer.engine import manifest
+from flowinfer.engine.formats import Format, check_stored, read_tensors
 from flowinfer.engine.layout import BLOCK_TOKENS, KVLayout
 from flowinfer.engine.models.config import ModelConfig, read_config
 from flowinfer.engine.models.deepseek_v4.config import V4Config
+from flowinfer.engine.models.named import wants_random
 from flowinfer.engine.sources import ALIASES, BUNDLED, Source
 from flowinfer.errors import ModelError
 
@@ -96,6 +98,17 @@ def resolve(model: str, *, pull: bool = False) -> Path:
     raise ModelError(f"model {model!r} isn't on this machine.", help=f"Run: flowinfer models pull {model}")
 
 
+def known(model: str) -> Path | None:
+    """The folder of a model if it's on this machine as one. Fetches, converts and verifies nothing."""
+    if model in BUNDLED:
+        return BUNDLED[model]
+    local = Path(model).expanduser()
+    if model not in ALIASES and local.exists():
+        return local if (local / "config.json").is_file() else None
+    folder = cache_dir() / "models" / model.replace("/", "--")
+    return folder if (folder / "config.json").is_file() else None
+
+
 def pull(model: str, progress: bool = True) -> Path:
     """Fetches a model into the cache, unless it's there and intact. Raises ModelError saying why it can't be had."""
     local = Path(model).expanduser()
@@ -116,6 +129,19 @@ def discard(model: str) -> None:
     if model in BUNDLED:
         raise ModelError(f"{model} came with flowinfer and is damaged.", help="Install flowinfer again.")
     shutil.rmtree(_folder(model), ignore_errors=True)
+
+
+def stored(path: Path, config: ModelConfig) -> dict[Format, int]:
+    """How many weights of a folder are stored plainly, in FP8 and in FP4, from the headers of its files.
+
+    Raises ModelError naming the first tensor that can't be read.
+    """
+    tensors = read_tensors(path, skip=(manifest.HEAD,))
+    if not tensors and not wants_random(path):
+        raise ModelError(f"{path} holds no *.safetensors.", help="Other weight formats must be converted first.")
+    if isinstance(config, V4Config):
+        return check_stored(tensors, scaled=True, block=config.scale_block)
+    return check_stored(tensors, scaled=False)
 
 
 def describe(path: Path) -> ModelInfo:

@@ -101,9 +101,18 @@ class KVLayout(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
             return (sum(part.rows * part.width for part in self.sections),)
         return self.num_layers, 2, self.num_kv_heads, self.block_tokens, self.head_dim
 
+    @property
+    def token_bytes(self) -> float:
+        """Bytes of a token in a full block."""
+        return self.block_bytes / self.block_tokens
+
     def blocks_for(self, num_tokens: int) -> int:
         """Blocks that hold num_tokens tokens."""
         return -(-num_tokens // self.block_tokens)
+
+    def request_bytes(self, num_tokens: int) -> int:
+        """Bytes that a request of num_tokens tokens holds: whole blocks."""
+        return self.blocks_for(num_tokens) * self.block_bytes
 
     def traits(self) -> dict[str, str]:
         """What two ends must have alike, to name where they don't."""

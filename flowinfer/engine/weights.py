@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flowinfer.engine.formats import INDEX
 from flowinfer.engine.manifest import HEAD
 from flowinfer.errors import ModelError
 
-INDEX = "model.safetensors.index.json"
 _MOST_NAMES = 5  # in an error message
 
 

@@ -10,6 +10,7 @@ from flowinfer.graph.facets import FacetFlow, check_facets
 from flowinfer.graph.kv_edges import check_transports
 from flowinfer.graph.model import Graph
 from flowinfer.graph.placement import check_network, check_wires, check_workers
+from flowinfer.graph.weights import check_weights
 from flowinfer.spec import Document
 
 
@@ -45,6 +46,7 @@ def check_one(document: Document) -> Graph:
     check_fits(graph)
     apart = check_beside(graph)
     check_models(graph)
+    check_weights(graph)
     check_workers(graph)
     check_wires(graph, apart)
     check_network(graph)

@@ -14,6 +14,7 @@ from flowinfer.errors import Mark, Problem, SpecError
 from flowinfer.graph.plan import Plan, WorkerPlan
 
 CUDA = "cuda:"
+Capability = tuple[int, int]
 _KFD = Path("/sys/class/kfd/kfd/topology/nodes")  # of AMD's driver
 _DEV = Path("/dev")
 
@@ -35,6 +36,37 @@ def visible(count: int, environ: Mapping[str, str]) -> int:
     known = [not entry.isdigit() or int(entry) < count for entry in ids if entry and not entry.startswith("-")]
     end = min((i for i, entry in enumerate(ids) if not entry or entry.startswith("-")), default=len(ids))
     return min(count, next((i for i, is_known in enumerate(known[:end]) if not is_known), end))
+
+
+def capability(device: str) -> Capability | None:
+    """Compute capability of cuda:N as NVML tells it; None for anything else, and where it can't be told."""
+    if not device.startswith(CUDA):
+        return None
+    return _capability(_physical(int(device.removeprefix(CUDA)), os.environ))
+
+
+def _physical(index: int, environ: Mapping[str, str]) -> int:
+    """The driver's number of a GPU that CUDA_VISIBLE_DEVICES may have renamed; -1 where it's named by its id."""
+    listed = environ.get("CUDA_VISIBLE_DEVICES")
+    if listed is None:
+        return index
+    ids = [entry.strip() for entry in listed.split(",")]
+    return int(ids[index]) if index < len(ids) and ids[index].isdigit() else -1
+
+
+@functools.cache
+def _capability(index: int) -> Capability | None:
+    try:
+        nvml = ctypes.CDLL("libnvidia-ml.so.1")
+    except OSError:
+        return None
+    if index < 0 or nvml.nvmlInit_v2() != 0:
+        return None
+    handle, major, minor = ctypes.c_void_p(), ctypes.c_int(0), ctypes.c_int(0)
+    failed = nvml.nvmlDeviceGetHandleByIndex_v2(index, ctypes.byref(handle))
+    failed = failed or nvml.nvmlDeviceGetCudaComputeCapability(handle, ctypes.byref(major), ctypes.byref(minor))
+    nvml.nvmlShutdown()
+    return None if failed else (major.value, minor.value)
 
 
 def missing(device: str, num_gpus: Callable[[], int] = count_gpus) -> str:

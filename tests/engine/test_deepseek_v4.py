@@ -220,6 +220,73 @@ def test_block_scaled_experts_load(pair: tuple[Any, Path], tmp_path: Path, kind:
     torch.testing.assert_close(Runner(packed).pieces(tokens, []), Runner(plain).pieces(tokens, []))
 
 
+def mixed(stored: dict[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """Routed experts in FP4, the shared one in FP8 with float32 scales, attention in FP8 with UE8M0; and plain."""
+    torch.manual_seed(1)
+    packed, plain = dict(stored), dict(stored)
+    for name in stored:
+        if ".experts." in name:
+            rows, columns = stored[name].shape
+            weight = torch.randint(-128, 128, (rows, columns // 2), dtype=torch.int8)
+            scale = torch.exp2(torch.randint(-4, -1, (rows, -(-columns // 32))).float()).to(torch.float8_e8m0fnu)
+        elif name.endswith(("wq_a.weight", "wq_b.weight", "wkv.weight", "wo_a.weight", "wo_b.weight")):
+            weight, scale = quantize_fp8(stored[name], side=16)
+            scale = scale.to(torch.float8_e8m0fnu)
+        elif "shared_experts" in name:
+            weight, scale = quantize_fp8(stored[name], side=16)
+        else:
+            continue
+        if weight.shape[1] * (2 if weight.dtype == torch.int8 else 1) != stored[name].shape[1]:
+            continue  # an odd number of columns can't be packed in pairs
+        packed[name] = weight
+        packed[name.replace(".weight", ".weight_scale_inv" if "shared" in name else ".scale")] = scale
+        plain[name] = dequantize(weight, scale, (16, 16))
+    return packed, plain
+
+
+def saved(folder: Path, tensors: dict[str, torch.Tensor], config: dict[str, Any], block: int = 16) -> Path:
+    folder.mkdir()
+    save_file(tensors, folder / "model.safetensors")
+    quantized = {"quant_method": "fp8", "weight_block_size": [block, block]}
+    (folder / "config.json").write_text(json.dumps({**config, "quantization_config": quantized}))
+    return folder
+
+
+def test_all_formats_at_once_give_the_logits_of_their_numbers(pair: tuple[Any, Path], tmp_path: Path) -> None:
+    stored = load_file(pair[1] / "model.safetensors")
+    config = json.loads((pair[1] / "config.json").read_text())
+    packed, plain = mixed(stored)
+    folder = saved(tmp_path / "packed", packed, config)
+    found = hub.stored(folder, hub.read_config(folder))
+    assert set(found) == {"plain", "fp8", "fp4"}
+    assert found["fp4"] == sum(tensor.numel() for name, tensor in stored.items() if ".experts." in name)
+    tokens = some_tokens(40)
+    wanted = Runner(saved(tmp_path / "plain", plain, config)).pieces(tokens, [])
+    torch.testing.assert_close(Runner(folder).pieces(tokens, []), wanted)
+
+
+@pytest.mark.parametrize("what", ["no scales", "wrong shape", "wrong block", "unknown dtype"])
+def test_check_and_load_refuse_the_same_tensor(pair: tuple[Any, Path], tmp_path: Path, what: str) -> None:
+    config = json.loads((pair[1] / "config.json").read_text())
+    tensors, _ = mixed(load_file(pair[1] / "model.safetensors"))
+    name = next(name for name in tensors if name.endswith("wq_b.weight"))
+    scale = name.replace(".weight", ".scale")
+    if what == "no scales":
+        del tensors[scale]
+    elif what == "wrong shape":
+        tensors[scale] = torch.ones(5, 7)
+    elif what == "unknown dtype":
+        tensors[name] = torch.zeros(tensors[name].shape, dtype=torch.int16)
+    folder = saved(tmp_path / "bad", tensors, config, block=128 if what == "wrong block" else 16)
+    with pytest.raises(ModelError) as checked:
+        hub.stored(folder, hub.read_config(folder))
+    with pytest.raises(ModelError) as loaded:
+        load_model(folder)
+    assert checked.value.help == loaded.value.help != ""
+    if what != "wrong block":  # there every FP8 matrix is at fault, and the two come to another one first
+        assert name in checked.value.message and name in loaded.value.message
+
+
 def test_fp8_round_trip_error_is_that_of_three_bits() -> None:
     weight = torch.randn(200, 300)
     back = dequantize(*quantize_fp8(weight))

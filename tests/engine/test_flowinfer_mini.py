@@ -102,3 +102,19 @@ def test_a_deepseek_that_brings_no_template_is_told_by_its_makers_recipe(tmp_pat
         formats = told_by(load_tokenizer(folder), None, "auto").templates
         assert isinstance(formats["default"], DeepSeekRecipe) == recipe
     assert not told_by(load_tokenizer(tmp_path), None, "template").templates
+
+
+def test_a_request_holds_what_models_show_says() -> None:
+    service = Service(Path(NAME), num_blocks=8)
+    service.send(prompt("one", range(20, 300), max_tokens=40))
+    while not len(service.decode.batch):
+        service.turn()
+    engine = service.decode.engine
+    held = engine.held["one"]
+    length = len(held.blocks) * engine.layout.block_tokens
+    assert (
+        len(held.blocks) * engine.kv[0].nbytes
+        == engine.layout.request_bytes(280)
+        == engine.layout.request_bytes(length)
+    )
+    assert engine.layout.token_bytes * engine.layout.block_tokens == engine.kv[0].nbytes

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from flowinfer.engine.formats import refuse_scheme
 from flowinfer.errors import ModelError
 
 Config = dict[str, Any]
@@ -168,11 +169,11 @@ def _moe(raw: Config, family: Family) -> Config:
 
 def _refuse_unsupported(raw: Config, family: Family, where: str) -> None:
     """Settings that would silently change the results are refused by name."""
+    refuse_scheme(raw, fp8=False)
     wanted: dict[str, tuple[object, ...]] = {
         "hidden_act": ("silu",),
         "attention_bias": (False, None),
         "mlp_bias": (False, None),
-        "quantization_config": (None,),
         "pretraining_tp": (1, None),
         "partial_rotary_factor": (1.0, None),
         "use_sliding_window": (False, None),

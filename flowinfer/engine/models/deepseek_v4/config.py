@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from flowinfer.engine.formats import BLOCK, Block, block_of, refuse_scheme
 from flowinfer.engine.layout import KVSection
 from flowinfer.engine.models.config import Family, ModelConfig
 from flowinfer.errors import ModelError
@@ -30,7 +31,10 @@ class Rotary(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class V4Config(ModelConfig, frozen=True, kw_only=True):
-    """Sizes of a DeepSeek-V4. rates: tokens a compressed entry, by layer, 0 where there are none."""
+    """Sizes of a DeepSeek-V4. rates: tokens a compressed entry, by layer, 0 where there are none.
+
+    scale_block: rows and columns of a matrix in FP8 that share a scale.
+    """
 
     rates: tuple[int, ...]
     sparse_layers: frozenset[int]
@@ -51,6 +55,7 @@ class V4Config(ModelConfig, frozen=True, kw_only=True):
     swiglu_limit: float
     routed_scale: float
     num_shared: int
+    scale_block: Block = BLOCK
 
     @property
     def block_tokens(self) -> int:
@@ -152,6 +157,7 @@ def parse_v4(raw: dict[str, Any], *, eos: int | list[int] | None) -> V4Config:
         swiglu_limit=raw["swiglu_limit"],
         routed_scale=raw["routed_scaling_factor"],
         num_shared=raw.get("n_shared_experts", 1),
+        scale_block=block_of(raw),
     )
 
 
@@ -212,6 +218,4 @@ def _refuse(raw: dict[str, Any]) -> None:
     for name, values in wanted.items():
         if name in raw and raw[name] not in values:
             raise ModelError(f"{name}: {raw[name]!r} isn't supported.", help=f"Supported: {values[0]!r}.")
-    method = (raw.get("quantization_config") or {}).get("quant_method", "fp8")
-    if method != "fp8":
-        raise ModelError(f"quantization_config: quant_method {method!r} isn't supported.", help="Supported: 'fp8'.")
+    refuse_scheme(raw, fp8=True)

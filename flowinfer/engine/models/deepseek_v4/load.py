@@ -8,19 +8,19 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from flowinfer.engine.formats import SCALES, weight_format
 from flowinfer.engine.models.deepseek_v4.attention import Attention
 from flowinfer.engine.models.deepseek_v4.compress import Compressor, Indexer
 from flowinfer.engine.models.deepseek_v4.config import V4Config
 from flowinfer.engine.models.deepseek_v4.experts import Expert, Experts
 from flowinfer.engine.models.deepseek_v4.model import Hyper, Layer, V4Model
 from flowinfer.engine.models.deepseek_v4.ops import frequencies
-from flowinfer.engine.models.deepseek_v4.quant import dequantize
+from flowinfer.engine.models.deepseek_v4.quant import dequantize, info_of
 from flowinfer.engine.models.linear import Projection, make_linear
 from flowinfer.engine.models.moe import zero_load
 from flowinfer.engine.weights import Weights
 from flowinfer.errors import ModelError
 
-_SCALES = (".scale", ".weight_scale_inv")
 _IGNORED = re.compile(r"(model\.)?mtp\.")  # draft layers of the release, which have a place of their own
 
 
@@ -145,11 +145,13 @@ class _Loader:
         base = name.removesuffix(".weight")
         place = self.place(f"{base}.weight")
         stored = self.weights.raw(place)
-        scale = next((s for s in (self.place(base + end) for end in _SCALES) if s in self.weights), None)
+        named = next((s for s in (self.place(base + end) for end in SCALES) if s in self.weights), None)
+        scale = None if named is None else self.weights.raw(named)
+        block = self.config.scale_block
+        scaled = None if scale is None else info_of(scale)
+        weight_format(f"{self.weights.folder}: {place}", info_of(stored), scaled, block)
         if scale is not None:
-            stored = dequantize(stored, self.weights.raw(scale))
-        elif not stored.dtype.is_floating_point or stored.dtype.itemsize == 1:
-            raise ModelError(f"{self.weights.folder}: {place} is {stored.dtype} but has no scales.")
+            stored = dequantize(stored, scale, block)
         return self.checked(place, stored, (rows, columns)).to(self.weights.device, self.weights.dtype, copy=True)
 
     def exact(self, name: str, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Tensor:

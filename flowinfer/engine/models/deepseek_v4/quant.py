@@ -9,17 +9,37 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-FP4_GROUP = 32
+from flowinfer.engine.formats import BLOCK, FP4_COLUMNS, Block, TensorInfo
+
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 FP8_MAX = 448.0
+_NAMES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.float8_e8m0fnu: "F8_E8M0",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+}
 
 
-def dequantize(weight: Tensor, scale: Tensor) -> Tensor:
-    """float32 [rows, columns] of weight float8 [rows, columns] or packed int8 [rows, columns / 2] and its scales."""
+def info_of(tensor: Tensor) -> TensorInfo:
+    """A tensor as the header of its file describes it."""
+    return TensorInfo(_NAMES.get(tensor.dtype, str(tensor.dtype).removeprefix("torch.")), tuple(tensor.shape))
+
+
+def dequantize(weight: Tensor, scale: Tensor, block: Block = BLOCK) -> Tensor:
+    """float32 [rows, columns] of weight float8 [rows, columns] or packed int8 [rows, columns / 2] and its scales.
+
+    block: rows and columns of a square of float8. Shapes and dtypes are those that formats.weight_format accepts.
+    """
     packed = weight.dtype in (torch.int8, torch.uint8)
     values = _unpack(weight) if packed else weight.float()
     rows, columns = values.shape
-    high, wide = (1, FP4_GROUP) if packed else (_side(rows, scale.shape[0]), _side(columns, scale.shape[1]))
+    high, wide = (1, FP4_COLUMNS) if packed else block
     spread = scale.float().repeat_interleave(high, 0)[:rows].repeat_interleave(wide, 1)[:, :columns]
     return values * spread
 
@@ -33,11 +53,6 @@ def quantize_fp8(weight: Tensor, side: int = 128) -> tuple[Tensor, Tensor]:
     scale = torch.exp2((squares.abs().amax((1, 3)).clamp(min=1e-12) / FP8_MAX).log2().ceil())
     spread = scale.repeat_interleave(side, 0)[:rows].repeat_interleave(side, 1)[:, :columns]
     return (weight.float() / spread).to(torch.float8_e4m3fn), scale
-
-
-def _side(size: int, blocks: int) -> int:
-    """The side of a square: 128, unless so many blocks of 128 don't fit the matrix."""
-    return 128 if -(-size // 128) == blocks else -(-size // blocks)
 
 
 def _unpack(packed: Tensor) -> Tensor:

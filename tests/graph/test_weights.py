@@ -1,0 +1,138 @@
+"""What a model's small files say against it is a mistake at check time; what a GPU makes of its weights is a note."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flowinfer.engine import hub
+from flowinfer.errors import Problem
+from flowinfer.graph import devices
+from flowinfer.graph.checker import check
+from flowinfer.graph.model import Graph
+from flowinfer.graph.weights import notes
+from flowinfer.spec import load
+
+ROOT = Path(__file__).parents[2]
+QUICKSTART = ROOT / "pipelines" / "quickstart.yaml"
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 96,
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-5,
+    "dtype": "bfloat16",
+    "flowinfer_random_weights": True,
+}
+
+
+def checked(model: str, *sets: str) -> Graph:
+    return check(load(QUICKSTART, sets=(f"vars.model={model}", *sets)))
+
+
+def problems(model: object, *sets: str) -> list[Problem]:
+    return list(checked(str(model), *sets).problems)
+
+
+def folder(path: Path, **changes: Any) -> Path:
+    path.mkdir(exist_ok=True)
+    (path / "config.json").write_text(json.dumps(LLAMA | changes))
+    return path
+
+
+def test_a_model_that_runs_is_no_problem(tmp_path: Path) -> None:
+    assert problems(folder(tmp_path)) == []
+    assert problems("flowinfer-mini") == []
+
+
+def test_a_model_that_isnt_here_is_no_mistake_of_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLOWINFER_CACHE", str(tmp_path))
+    assert problems("smollm2-135m") == problems("some/model") == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "words", "help"),
+    [
+        ({"quantization_config": {"quant_method": "awq", "bits": 4}}, "'awq' of 4 bits isn't supported", "bfloat16"),
+        ({"architectures": ["MambaForCausalLM"]}, "unknown architecture MambaForCausalLM", "Known:"),
+        ({"hidden_act": "gelu"}, "hidden_act: 'gelu' isn't supported", "'silu'"),
+        ({"flowinfer_random_weights": False}, "holds no *.safetensors", "converted"),
+        ({"dtype": "float16"}, "its weights are float16", "dtype: bfloat16"),
+    ],
+)
+def test_what_speaks_against_a_model_is_told_once(
+    tmp_path: Path, changes: dict[str, Any], words: str, help: str
+) -> None:
+    (found,) = problems(folder(tmp_path, **changes))
+    assert found.code == "FI326" and words in found.message and help in found.help
+    assert found.mark is not None and found.mark.file.endswith(".yaml")
+
+
+def test_float16_runs_in_another_dtype(tmp_path: Path) -> None:
+    assert problems(folder(tmp_path, dtype="float16"), "stages.prefill.with.dtype=bfloat16") == []
+
+
+def test_a_damaged_download_is_told(tmp_path: Path) -> None:
+    (folder(tmp_path) / "model.safetensors").write_bytes(b"\x08\0\0\0\0\0\0\0{")
+    (found,) = problems(tmp_path)
+    assert "model.safetensors can't be read" in found.message
+
+
+@pytest.mark.parametrize(
+    ("capability", "words"),
+    [((9, 0), "there is no kernel for products of FP8 weights"), ((8, 0), "compute capability 8.9; cuda:0 has 8.0")],
+)
+def test_a_gpu_gets_fp8_weights_as_the_models_dtype(capability: tuple[int, int], words: str) -> None:
+    graph = checked("flowinfer-mini", "workers={front: {device: cuda:0}}")
+    (note,) = notes(graph, lambda device: capability)
+    assert "FP8 become bfloat16 as they are loaded, 27 MiB" in note and words in note
+    assert notes(checked("flowinfer-mini")) == []
+
+
+def test_plain_weights_need_no_note(tmp_path: Path) -> None:
+    assert notes(checked(str(folder(tmp_path)), "workers={front: {device: cuda:0}}"), lambda device: (9, 0)) == []
+
+
+def test_the_capability_is_asked_of_the_gpu_that_is_meant(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices, "_capability", lambda index: (9, index))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,1")
+    assert devices.capability("cuda:0") == (9, 3) and devices.capability("cuda:1") == (9, 1)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-8932f937")
+    assert devices.capability("cuda:0") == (9, -1)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    assert devices.capability("cuda:2") == (9, 2)
+    assert devices.capability("cpu") is None
+
+
+def test_a_gpu_that_isnt_there_has_no_capability() -> None:
+    assert devices._capability(-1) is None
+
+
+def test_neither_imports_torch() -> None:
+    code = f"""
+import sys
+from flowinfer.graph.checker import check
+from flowinfer.graph.weights import notes
+from flowinfer.spec import load
+graph = check(load({str(QUICKSTART)!r}, sets=("vars.model=flowinfer-mini", "workers={{front: {{device: cuda:0}}}}")))
+assert notes(graph) and not graph.problems
+assert "torch" not in sys.modules and "safetensors" not in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_known_fetches_and_converts_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLOWINFER_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "model.gguf").write_bytes(b"GGUF")
+    assert hub.known(str(tmp_path / "model.gguf")) is None
+    assert hub.known("smollm2-135m") is None and hub.known("no/such") is None
+    made = folder(tmp_path / "model")
+    assert hub.known(str(made)) == made
