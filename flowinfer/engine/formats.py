@@ -47,7 +47,8 @@ class TensorInfo(NamedTuple):
     shape: tuple[int, ...]
 
     @property
-    def count(self) -> int:
+    def num_elements(self) -> int:
+        """Product of the shape."""
         total = 1
         for size in self.shape:
             total *= size
@@ -158,7 +159,7 @@ def check_stored(tensors: Tensors, *, scaled: bool, block: Block = BLOCK) -> dic
             continue
         scale = next((tensors[s] for s in (name.removesuffix(".weight") + end for end in SCALES) if s in tensors), None)
         kind = weight_format(name, info, scale, block) if scaled else _plain(name, info)
-        found[kind] = found.get(kind, 0) + info.count * (2 if kind == "fp4" else 1)
+        found[kind] = found.get(kind, 0) + info.num_elements * (2 if kind == "fp4" else 1)
     return found
 
 

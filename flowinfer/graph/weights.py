@@ -20,6 +20,7 @@ DTYPES = ("bfloat16", "float32")  # that a model runs in
 def check_weights(graph: Graph) -> None:
     """A problem for each model whose configuration, files or dtype don't do."""
     from flowinfer.engine import hub  # here: a graph without a model needs nothing of the engine
+    from flowinfer.engine.models.config import read_config
 
     seen: set[tuple[str, str]] = set()
     for stage, use in _uses(graph):
@@ -29,7 +30,7 @@ def check_weights(graph: Graph) -> None:
         seen.add((use.model, use.dtype))
         setting, error = "model", None
         try:
-            config = hub.read_config(folder)
+            config = read_config(folder)
             hub.stored(folder, config)
             if use.dtype == "auto" and config.dtype not in DTYPES:
                 setting = "dtype"

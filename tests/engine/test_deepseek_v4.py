@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from flowinfer.engine import hub
 from flowinfer.engine.models import load_model
-from flowinfer.engine.models.config import parse_config
+from flowinfer.engine.models.config import parse_config, read_config
 from flowinfer.engine.models.deepseek_v4.quant import dequantize, quantize_fp8
 from flowinfer.engine.step import StepInput
 from flowinfer.errors import ModelError
@@ -257,7 +257,7 @@ def test_all_formats_at_once_give_the_logits_of_their_numbers(pair: tuple[Any, P
     config = json.loads((pair[1] / "config.json").read_text())
     packed, plain = mixed(stored)
     folder = saved(tmp_path / "packed", packed, config)
-    found = hub.stored(folder, hub.read_config(folder))
+    found = hub.stored(folder, read_config(folder))
     assert set(found) == {"plain", "fp8", "fp4"}
     assert found["fp4"] == sum(tensor.numel() for name, tensor in stored.items() if ".experts." in name)
     tokens = some_tokens(40)
@@ -279,7 +279,7 @@ def test_check_and_load_refuse_the_same_tensor(pair: tuple[Any, Path], tmp_path:
         tensors[name] = torch.zeros(tensors[name].shape, dtype=torch.int16)
     folder = saved(tmp_path / "bad", tensors, config, block=128 if what == "wrong block" else 16)
     with pytest.raises(ModelError) as checked:
-        hub.stored(folder, hub.read_config(folder))
+        hub.stored(folder, read_config(folder))
     with pytest.raises(ModelError) as loaded:
         load_model(folder)
     assert checked.value.help == loaded.value.help != ""
