@@ -63,6 +63,11 @@ class ModelDraft:
         """Blocks that no sequence holds."""
         return self._pool.num_free
 
+    @property
+    def num_blocks(self) -> int:
+        """Blocks in all."""
+        return self._pool.num_blocks
+
     def join(self, slot: int) -> None:
         """The slot has a new sequence, of which nothing is computed."""
         self.leave(slot)

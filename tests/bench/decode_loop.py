@@ -14,7 +14,7 @@ import torch
 
 from flowinfer.engine.layout import KVLayout
 from flowinfer.graph.plan import EdgePlan, Plan, StagePlan, WorkerPlan
-from flowinfer.message import Cancel, Ended, Event, Failure, Message, Opening, Prompt, Sampling, Tokens
+from flowinfer.message import Cancel, Ended, Event, Failure, Message, Opening, Prompt, Sampling, TokenLogprob, Tokens
 from flowinfer.runtime.clock import SystemClock
 from flowinfer.runtime.group import Group, Host
 from flowinfer.runtime.loading import load_class
@@ -56,6 +56,7 @@ class Client(Stage):
         self.tokens: dict[str, list[int]] = {}
         self.ended: dict[str, Any] = {}
         self.opened: dict[str, Opening] = {}
+        self.logprobs: dict[str, list[TokenLogprob]] = {}
 
     @property
     def busy(self) -> bool:
@@ -68,6 +69,7 @@ class Client(Stage):
             for i, id in enumerate(batch.ids):
                 new = batch.tokens[ends[i] - batch.counts[i] : ends[i]].tolist()
                 self.tokens.setdefault(id, []).extend(new)
+                self.logprobs.setdefault(id, []).extend(batch.logprobs.get(i, []))
                 if i in batch.finished:
                     assert self.ended.get(id, "cancelled") == "cancelled", "a request ends once"
                     self.ended.setdefault(id, batch.finished[i])  # a cancel may cross the end
