@@ -62,23 +62,37 @@ def bucket(ids_TK: Tensor, weights_TK: Tensor, num_experts: int) -> Routing:
 
 
 def gather_gated(
-    x_TH: Tensor, gate_up_EOH: Tensor, routing: Routing, *, norm_H: Tensor | None = None, eps: float = 0.0
+    x_TH: Tensor,
+    gate_up_EOH: Tensor,
+    routing: Routing,
+    *,
+    norm_H: Tensor | None = None,
+    eps: float = 0.0,
+    fixed: bool = False,
 ) -> Tensor:
-    """[P, I]: silu(gate) * up of each pair's token by its expert; gate_up [E, 2 I, H]. norm_H as in skinny_linear."""
+    """[P, I]: silu(gate) * up of each pair's token by its expert; gate_up [E, 2 I, H]. norm_H as in skinny_linear.
+
+    fixed: tiles of one shape whatever the number of rows, so that a row's bytes don't depend on the others.
+    """
     from flowinfer.kernels.experts.triton import launch_gated
 
     top = routing.experts.shape[1]
     out = x_TH.new_empty(x_TH.shape[0] * top, gate_up_EOH.shape[1] // 2)
-    launch_gated(x_TH, gate_up_EOH, routing, norm_H, eps, out)
+    launch_gated(x_TH, gate_up_EOH, routing, norm_H, eps, out, fixed)
     return out
 
 
-def weighted(h_PI: Tensor, down_EHI: Tensor, routing: Routing) -> Tensor:
-    """[P, H]: down_e h of each pair times its weight. A token's output is the sum of its `top` rows."""
+def weighted(
+    h_PI: Tensor, down_EHI: Tensor, routing: Routing, *, fixed: bool = False, out: Tensor | None = None
+) -> Tensor:
+    """[P, H]: down_e h of each pair times its weight. A token's output is the sum of its `top` rows.
+
+    fixed as in gather_gated; out: where the result goes.
+    """
     from flowinfer.kernels.experts.triton import launch_down
 
-    y = h_PI.new_empty(h_PI.shape[0], down_EHI.shape[1])
-    launch_down(h_PI, down_EHI, routing, y)
+    y = h_PI.new_empty(h_PI.shape[0], down_EHI.shape[1]) if out is None else out
+    launch_down(h_PI, down_EHI, routing, y, fixed)
     return y
 
 

@@ -24,10 +24,13 @@ def launch_bucket(ids, pairs, counts):
     _bucket[(counts.shape[0],)](ids, pairs, counts, num_pairs, BLOCK=block, num_warps=4 if block > 256 else 1)
 
 
-def launch_gated(x, gate_up, routing, norm, eps, out):
+def launch_gated(x, gate_up, routing, norm, eps, out, fixed=False):
     """Arguments as checked by gather_gated."""
     num_experts, width, hidden = gate_up.shape
-    block_m, block_n, block_k, warps, stages = _tiles(out.shape[0], num_experts, hidden, x.element_size(), gated=True)
+    block_m, block_n, block_k, warps, stages = (
+        fixed_tiles(hidden, x.element_size()) if fixed
+        else _tiles(out.shape[0], num_experts, hidden, x.element_size(), gated=True)
+    )  # fmt: skip
     grid = _most_blocks(out.shape[0], num_experts, block_m), triton.cdiv(width // 2, block_n)
     _gated[grid](
         x, gate_up, norm, routing.pairs, routing.counts, out, out.shape[0], width // 2, hidden, num_experts, eps,
@@ -37,10 +40,13 @@ def launch_gated(x, gate_up, routing, norm, eps, out):
     )  # fmt: skip
 
 
-def launch_down(h, down, routing, out):
+def launch_down(h, down, routing, out, fixed=False):
     """Arguments as checked by combine."""
     num_experts, hidden, width = down.shape
-    block_m, block_n, block_k, warps, stages = _tiles(h.shape[0], num_experts, width, h.element_size(), gated=False)
+    block_m, block_n, block_k, warps, stages = (
+        fixed_tiles(width, h.element_size()) if fixed
+        else _tiles(h.shape[0], num_experts, width, h.element_size(), gated=False)
+    )  # fmt: skip
     grid = _most_blocks(h.shape[0], num_experts, block_m), triton.cdiv(hidden, block_n)
     _down[grid](
         h, down, routing.weights, routing.pairs, routing.counts, out, h.shape[0], hidden, width, num_experts,
@@ -76,6 +82,17 @@ def _tiles(num_pairs: int, num_experts: int, size_in: int, element_size: int, *,
     if mean <= 12:
         return 16, 32 if gated else 128 if mean > 1 else 64, _fitting(size_in, 128), 4, 3
     return 64, 64, _fitting(size_in, 64), 4, 3
+
+
+FIXED: tuple[int, int, int] = (64, 64, 64)  # rows, columns and inner size of a tile where it must not change
+
+
+def fixed_tiles(size_in, element_size):
+    """Tiles of one shape for any number of rows: 64, as a Hopper card's matrix instruction has, for few and many."""
+    if element_size == 4:
+        return 16, 32, 32, 4, 2
+    rows, columns, inner = FIXED
+    return rows, columns, _fitting(size_in, inner), 4, 3
 
 
 def _fitting(size_in: int, most: int) -> int:

@@ -13,10 +13,18 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from flowinfer.errors import KernelUnsupported
+from flowinfer.kernels.paged_attention.invariant import Sizes, attend_in_splits
 from flowinfer.kernels.paged_attention.plan import AttentionPlan, Group, plan_attention
 from flowinfer.kernels.paged_attention.reference import paged_attention_reference
 
-__all__ = ["AttentionPlan", "paged_attention", "paged_attention_reference", "plan_attention", "wipe_fresh_blocks"]
+__all__ = [
+    "AttentionPlan",
+    "Sizes",
+    "paged_attention",
+    "paged_attention_reference",
+    "plan_attention",
+    "wipe_fresh_blocks",
+]
 
 FLASH_ROWS = 12  # B * K products up to which torch's flash kernel beats two batched products in bf16 on CPU
 FLASH_QUERIES = 48  # and G * Q from which it does so again
@@ -34,11 +42,11 @@ def paged_attention(q_TND: Tensor, k_TKD: Tensor, v_TKD: Tensor, kv: Tensor, lay
     pages = kv.view(-1, plan.block_tokens * head_dim)[layer * 2 * num_kv_heads :]
     pages.view(-1, head_dim)[plan.write_rows] = torch.stack((k_TKD, v_TKD), 1)
     if len(plan.groups) == 1:
-        return _attend(plan.groups[0], q_TND, k_TKD, v_TKD, pages)
+        return _attend(plan.groups[0], q_TND, k_TKD, v_TKD, pages, plan.sizes)
     out = q_TND.new_empty(q_TND.shape[0], q_TND.shape[1] * q_TND.shape[2])
     for group in plan.groups:
         own = group.tokens
-        out[own] = _attend(group, q_TND[own], k_TKD[own], v_TKD[own], pages)
+        out[own] = _attend(group, q_TND[own], k_TKD[own], v_TKD[own], pages, plan.sizes)
     return out
 
 
@@ -48,10 +56,10 @@ def wipe_fresh_blocks(kv: Tensor, plan: AttentionPlan) -> None:
         kv[plan.fresh_blocks] = 0
 
 
-def _attend(group: Group, q: Tensor, k: Tensor, v: Tensor, pages: Tensor) -> Tensor:
+def _attend(group: Group, q: Tensor, k: Tensor, v: Tensor, pages: Tensor, sizes: Sizes | None) -> Tensor:
     if group.pages is None:
         return _attend_own(q, k, v)
-    return _attend_paged(group, group.pages, q, pages, num_kv_heads=k.shape[1])
+    return _attend_paged(group, group.pages, q, pages, num_kv_heads=k.shape[1], sizes=sizes)
 
 
 def _attend_own(q_TND: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
@@ -65,14 +73,19 @@ def _attend_own(q_TND: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
     return merged
 
 
-def _attend_paged(group: Group, read: Tensor, q_TND: Tensor, pages: Tensor, *, num_kv_heads: int) -> Tensor:
+def _attend_paged(
+    group: Group, read: Tensor, q_TND: Tensor, pages: Tensor, *, num_kv_heads: int, sizes: Sizes | None
+) -> Tensor:
     """B sequences at once: the G query heads of a kv head are folded into the queries."""
     tokens, heads, head_dim = q_TND.shape
     batch, queries = group.num_sequences, group.num_queries
     k, v = pages.index_select(0, read).view(2, batch, num_kv_heads, -1, head_dim)
     q = q_TND.reshape(batch, queries, num_kv_heads, -1, head_dim).permute(0, 2, 3, 1, 4).flatten(2, 3)
-    attend = _two_products if _products_win(q) else F.scaled_dot_product_attention
-    out = attend(q, k, v, attn_mask=group.bias)
+    if sizes is not None:
+        out = attend_in_splits(q, k, v, attn_mask=group.bias, sizes=sizes)
+    else:
+        attend = _two_products if _products_win(q) else F.scaled_dot_product_attention
+        out = attend(q, k, v, attn_mask=group.bias)
     out = out.view(batch, num_kv_heads, -1, queries, head_dim).permute(0, 3, 1, 2, 4)
     return out.reshape(tokens, heads * head_dim)
 

@@ -14,6 +14,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from flowinfer.kernels.paged_attention.invariant import Sizes
+
 Int32s = npt.NDArray[np.int32]
 Int64s = npt.NDArray[np.int64]
 
@@ -22,6 +24,9 @@ MOST_BATCHED_QUERIES = 16  # longer queries attend alone: they fill the cores, a
 # group costs about what attending to 1,024 tokens does.
 MOST_PADDING = 0.25
 FREE_PADDING = 1024
+TILE = (
+    256  # queries of a long chunk that attend together where chunks are cut into tiles: keys behind them are left out
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,12 +52,14 @@ class AttentionPlan:
 
     fresh_blocks int64: blocks begun but not filled in this step. What an earlier tenant left in them is wiped,
     since even unseen keys are multiplied (by zero, and 0 * NaN isn't 0).
+    sizes: for attention that is the same whatever runs beside, see `invariant`; None: by what is fastest.
     """
 
     write_rows: Tensor
     fresh_blocks: Tensor | None
     groups: tuple[Group, ...]
     block_tokens: int
+    sizes: Sizes | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +74,7 @@ class _Step:
     group_size: int
     dtype: torch.dtype
     device: torch.device
+    invariant: bool
 
     def pages(self, blocks: Int64s) -> Int64s:
         """Pages of layer 0: [2, ..., K, n] of blocks [..., n]."""
@@ -87,11 +95,13 @@ def plan_attention(
     kv: Tensor,
     num_heads: int,
     num_kv_heads: int,
+    sizes: Sizes | None = None,
 ) -> AttentionPlan:
     """The plan of one step over S sequences.
 
     query_starts int32 [S + 1], kv_lens int32 [S] (this step's tokens included), block_tables int32 [S, blocks] padded
     with any valid id, kv the arena [blocks, layers, 2, block_tokens, K, D] (heads may also come before tokens).
+    sizes as in AttentionPlan.
     """
     assert kv.is_contiguous() and num_heads % num_kv_heads == 0
     step = _Step(
@@ -105,6 +115,7 @@ def plan_attention(
         group_size=num_heads // num_kv_heads,
         dtype=kv.dtype,
         device=kv.device,
+        invariant=sizes is not None,
     )
     fresh = _fresh_blocks(step)
     return AttentionPlan(
@@ -112,6 +123,7 @@ def plan_attention(
         fresh_blocks=step.tensor(fresh) if len(fresh) else None,
         groups=tuple(_groups(step)),
         block_tokens=step.block_tokens,
+        sizes=sizes,
     )
 
 
@@ -136,7 +148,9 @@ def _groups(step: _Step) -> list[Group]:
     groups = []
     for queries in np.unique(step.counts[step.counts > 0]):
         members = np.flatnonzero(step.counts == queries)
-        if queries > MOST_BATCHED_QUERIES:
+        if queries > MOST_BATCHED_QUERIES and step.invariant:
+            groups += [tile for s in members for tile in _tiles(step, int(s), int(queries))]
+        elif queries > MOST_BATCHED_QUERIES:
             groups += [_group(step, np.array([s]), int(queries)) for s in members]
         else:
             groups += [_group(step, part, int(queries)) for part in split_by_length(members, step.kv_lens)]
@@ -156,11 +170,31 @@ def split_by_length(members: Int64s, kv_lens: Int64s) -> list[Int64s]:
     return [*parts, np.sort(order[start:])]
 
 
+def _tiles(step: _Step, sequence: int, queries: int) -> list[Group]:
+    """One sequence in tiles of TILE queries, each over the keys up to its last one."""
+    tiles = []
+    for first in range(0, queries, TILE):
+        count = min(TILE, queries - first)
+        length = np.array([step.kv_lens[sequence] - queries + first + count])
+        num_blocks = int(-(-length[0] // step.block_tokens))
+        start = int(step.starts[sequence]) + first
+        tiles.append(
+            Group(
+                tokens=slice(start, start + count),
+                num_sequences=1,
+                num_queries=count,
+                pages=_read_pages(step, np.array([sequence]), length, num_blocks),
+                bias=_bias(step, length, count, num_blocks * step.block_tokens),
+            )
+        )
+    return tiles
+
+
 def _group(step: _Step, members: Int64s, queries: int) -> Group:
     lengths = step.kv_lens[members]
     longest = int(lengths.max())
     num_blocks = -(-longest // step.block_tokens)
-    own_only = len(members) == 1 and longest == queries
+    own_only = len(members) == 1 and longest == queries and not step.invariant
     return Group(
         tokens=_tokens(step, members, queries),
         num_sequences=len(members),

@@ -47,14 +47,16 @@ def plan_tiles(
     heads: Heads,
     device: torch.device,
     dtype: torch.dtype,
+    rows: int = 0,
 ) -> Tiling:
     """Cuts S sequences into tiles. Arguments as in StepInput; the longest contexts come first, to end together.
 
     dtype: of the queries. float32 has no tensor cores at full precision: large tiles would take minutes to compile.
+    rows: of a tile; 0: by how many queries there are. One size for all steps makes a query's bytes the same in each.
     """
     counts = np.diff(query_starts)
     group = heads.num_heads // heads.num_kv_heads
-    rows = 128 if int(counts.max(initial=0)) * group > 32 and dtype.itemsize == 2 else 16
+    rows = rows or (128 if int(counts.max(initial=0)) * group > 32 and dtype.itemsize == 2 else 16)
     each = max(1, rows // group)
     num = -(-counts // each)
     sequence = np.repeat(np.arange(len(counts)), num)

@@ -35,7 +35,8 @@ def rope_write(
     """Rotated queries, then rotated keys, [T, N + K, D]; keys and values also go into the pages of `layer` in kv.
 
     qkv [T, (N + 2 K) D]; kv the arena [blocks, layers, 2, K, block_tokens, D]; blocks_T int32: arena block of each
-    token; positions int64. rope_PD: cosines and signed sines by position, as engine.models.rope has them.
+    token, -1 where nothing is to be written; positions int64. rope_PD: cosines and signed sines by position, as
+    engine.models.rope has them.
     """
     from flowinfer.kernels.rope.triton import launch
 

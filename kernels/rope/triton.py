@@ -50,4 +50,4 @@ def _rope(
     tl.store(out + token * (N + K) * D + h * D + d, turned.to(out.dtype.element_ty), mask=(h < N + K) & (d < D))
     value = tl.where(h < N + K, turned, raw).to(kv.dtype.element_ty)
     page = kv + block * block_stride + layer_offset + (h - N) * PAGE * D + (position % PAGE) * D
-    tl.store(page + d, value, mask=(h >= N) & inside)
+    tl.store(page + d, value, mask=(h >= N) & inside & (block + 0 * h >= 0))

@@ -12,13 +12,19 @@ if TYPE_CHECKING:
 
 
 def load_model(
-    path: Path, *, dtype: str = "auto", device: str = "cpu", progress: Callable[[int, int], None] | None = None
+    path: Path,
+    *,
+    dtype: str = "auto",
+    device: str = "cpu",
+    progress: Callable[[int, int], None] | None = None,
+    batch_invariant: bool = False,
 ) -> Model | V4Model:
     """The model of a Hugging Face folder, ready to run.
 
     dtype is float32, bfloat16 or auto (the file's own); device is a torch device name; progress is called with layers
-    done and layers in all. Raises ModelError naming the file, field or tensor at fault.
+    done and layers in all. batch_invariant: a token's bytes don't depend on what runs beside it (see `invariant`).
+    Raises ModelError naming the file, field or tensor at fault.
     """
     from flowinfer.engine.models.load import load
 
-    return load(path, dtype=dtype, device=device, progress=progress)
+    return load(path, dtype=dtype, device=device, progress=progress, batch_invariant=batch_invariant)

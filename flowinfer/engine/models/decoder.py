@@ -12,11 +12,18 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from flowinfer.engine.models.config import ModelConfig
+from flowinfer.engine.models.invariant import Invariance
 from flowinfer.engine.models.linear import Projection, make_linear
 from flowinfer.engine.models.moe import ExpertFFN, GatedFFN, StackedExperts
 from flowinfer.engine.models.rope import Rope, rotate
 from flowinfer.engine.step import StepInput
-from flowinfer.kernels.paged_attention import AttentionPlan, paged_attention, plan_attention, wipe_fresh_blocks
+from flowinfer.kernels.paged_attention import (
+    AttentionPlan,
+    Sizes,
+    paged_attention,
+    plan_attention,
+    wipe_fresh_blocks,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +50,9 @@ class Model:
         self._embed_VH = embed_VH
         self._layers = layers
         self._norm_H = norm_H
+        self.expert_load_LE: Tensor | None = None  # what its expert layers add to, where there are any
+        self.invariance: Invariance | None = None  # where bytes mustn't depend on the batch
+        self._sizes: Sizes | None = None
         self._head_VH: Tensor | None = head_VH
         self._head: Projection | None = None
         self._rope = rope
@@ -67,6 +77,12 @@ class Model:
         x_RH = F.rms_norm(x_TH[step.logit_rows], (self.config.hidden_size,), self._norm_H, self.config.norm_eps)
         return self._logits(x_RH)
 
+    def keep_invariant(self, invariance: Invariance) -> None:
+        """A token's bytes don't depend on what runs beside it. The projections must come from `invariance` too."""
+        config = self.config
+        self.invariance = invariance
+        self._sizes = invariance.attention(config.num_heads, config.num_kv_heads, config.head_dim)
+
     @property
     def embedding(self) -> Tensor:
         """[V, H] of the model's dtype."""
@@ -89,6 +105,7 @@ class Model:
             kv=kv,
             num_heads=config.num_heads,
             num_kv_heads=config.num_kv_heads,
+            sizes=self._sizes,
         )
 
     def _block(
@@ -122,5 +139,6 @@ class Model:
         """The head is packed at its first use: a prefill worker never pays its memory."""
         if self._head is None:
             assert self._head_VH is not None
-            self._head, self._head_VH = make_linear(self._head_VH), None
+            make = make_linear if self.invariance is None else self.invariance.linear
+            self._head, self._head_VH = make(self._head_VH), None
         return self._head(x_RH).float()

@@ -164,7 +164,7 @@ class FusedModel(Model):
     def _shared(self, step: StepInput, kv: Tensor) -> _Step:
         counts = step.query_starts[1:] - step.query_starts[:-1]
         block_tokens = kv.shape[4]
-        blocks = _blocks_of_tokens(step, counts, block_tokens)
+        blocks = blocks_of_tokens(step, counts, block_tokens)
         own = bool((counts == step.kv_lens).all()) and int(counts.min()) >= OWN_ROWS and kv.dtype is torch.bfloat16
         tiling = None
         if not own:
@@ -214,7 +214,7 @@ def _at(rows: Tensor | None, x: Tensor, delta: Tensor | None) -> Tensor:
     return x[rows] if delta is None else x[rows] + delta[rows]
 
 
-def _blocks_of_tokens(step: StepInput, counts: Int32s, block_tokens: int) -> Int32s:
+def blocks_of_tokens(step: StepInput, counts: Int32s, block_tokens: int) -> Int32s:
     """int32 [T]: the arena block that each token's keys and values go to."""
     sequence = np.repeat(np.arange(len(counts)), counts)
     first = step.kv_lens - counts - step.query_starts[:-1]

@@ -7,11 +7,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from flowinfer.engine.models.config import ModelConfig, read_config
 from flowinfer.engine.models.decoder import Layer, Model
 from flowinfer.engine.models.deepseek_v4.config import V4Config
+from flowinfer.engine.models.invariant import Invariance
 from flowinfer.engine.models.linear import Projection, make_linear
 from flowinfer.engine.models.moe import ExpertFFN, GatedFFN, StackedExperts, zero_load
 from flowinfer.engine.models.named import RandomWeights, wants_random
@@ -28,34 +30,50 @@ Progress = Callable[[int, int], None]  # layers done, layers in all
 _HARMLESS = (".rotary_emb.inv_freq", ".masked_bias", ".attn.bias")
 
 
-def load(folder: Path, *, dtype: str, device: str, progress: Progress | None = None) -> Model | V4Model:
-    """The model on the device. dtype "auto" is the file's own. Raises ModelError naming file, field or tensor."""
+def load(
+    folder: Path, *, dtype: str, device: str, progress: Progress | None = None, batch_invariant: bool = False
+) -> Model | V4Model:
+    """The model on the device. dtype "auto" is the file's own. Raises ModelError naming file, field or tensor.
+
+    batch_invariant: a token's bytes don't depend on what runs beside it, see `invariant`.
+    """
     config = read_config(folder)
     chosen = config.dtype if dtype == "auto" else dtype
     if chosen not in DTYPES:
         raise ModelError(f"{folder}: dtype {chosen!r} isn't supported.", help=f"Choose {' or '.join(DTYPES)}.")
+    invariance = Invariance(torch.device(device), DTYPES[chosen]) if batch_invariant else None
     if wants_random(folder):
         with torch.inference_mode():
             random = RandomWeights(dtype=DTYPES[chosen], device=torch.device(device))
-            return _Loader(config, random).model(progress)
+            return _Loader(config, random, invariance).model(progress)
     with Weights(folder, dtype=DTYPES[chosen], device=torch.device(device)) as weights, torch.inference_mode():
         if isinstance(config, V4Config):
             from flowinfer.engine.models.deepseek_v4.load import build  # here: other families don't pay for it
 
-            return build(config, weights, progress)
-        return _Loader(config, weights).model(progress)
+            return build(config, weights, progress, invariance)
+        return _Loader(config, weights, invariance).model(progress)
 
 
 class _Loader:
-    def __init__(self, config: ModelConfig, weights: Weights | RandomWeights) -> None:
+    def __init__(
+        self, config: ModelConfig, weights: Weights | RandomWeights, invariance: Invariance | None = None
+    ) -> None:
         self.config = config
         self.weights = weights
+        self.invariance = invariance
         self.fused = _can_fuse(weights.device, weights.dtype)
+        if invariance is not None and weights.device.type != "cpu" and not self.fused:
+            raise ModelError(
+                f"batch_invariant on {weights.device} needs Triton's kernels, which don't run there.",
+                help="`flowinfer doctor` says why. Use `device: cpu`, or leave batch_invariant out.",
+            )
         self.load_LE = zero_load(config, weights.device)
 
     def model(self, progress: Progress | None) -> Model:
         model = self._built(progress)
         model.expert_load_LE = self.load_LE
+        if self.invariance is not None:
+            model.keep_invariant(self.invariance)
         return model
 
     def _built(self, progress: Progress | None) -> Model:
@@ -73,8 +91,10 @@ class _Loader:
         rope = Rope(config, dtype=weights.dtype, device=weights.device)
         if self.fused:
             from flowinfer.engine.models.fused import FusedModel
+            from flowinfer.engine.models.fused_invariant import InvariantModel
 
-            return FusedModel(config, embed_VH, layers, norm_H, head_VH, rope)
+            kind = FusedModel if self.invariance is None else InvariantModel
+            return kind(config, embed_VH, layers, norm_H, head_VH, rope)
         return Model(config, embed_VH, layers, norm_H, head_VH, rope)
 
     def _layer(self, index: int) -> Layer:
@@ -133,7 +153,8 @@ class _Loader:
     def _ffn(self, name: str, parts: tuple[str, str, str], width: int) -> GatedFFN:
         gate, up, down = (name + part for part in parts)
         hidden = self.config.hidden_size
-        return GatedFFN(self._linear([gate, up], hidden, width, width), self._linear([down], width, hidden))
+        silu = F.silu if self.invariance is None else self.invariance.silu
+        return GatedFFN(self._linear([gate, up], hidden, width, width), self._linear([down], width, hidden), silu)
 
     def _linear(self, names: list[str], size_in: int, *sizes_out: int, bias: bool = False) -> Projection:
         """One product over the rows of several tensors."""
@@ -141,7 +162,8 @@ class _Loader:
         rows = [self.weights.take(f"{name}.weight", (size, size_in)) for name, size in pairs]
         weight = torch.cat(rows) if len(rows) > 1 else self._own(rows[0])
         biases = [self.weights.take(f"{name}.bias", (size,)) for name, size in pairs] if bias else []
-        return make_linear(weight, torch.cat(biases) if biases else None)
+        make = make_linear if self.invariance is None else self.invariance.linear
+        return make(weight, torch.cat(biases) if biases else None)
 
     def _vector(self, name: str, size: int) -> Tensor:
         return self._own(self.weights.take(name, (size,)))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -18,15 +20,16 @@ def zero_load(config: ModelConfig, device: torch.device) -> Tensor | None:
 
 
 class GatedFFN:
-    """down(silu(gate(x)) * up(x)) with gate and up in one product (SwiGLU, Shazeer 2020)."""
+    """down(silu(gate(x)) * up(x)) with gate and up in one product (SwiGLU, Shazeer 2020). silu: which form of it."""
 
-    def __init__(self, gate_up: Projection, down: Projection) -> None:
+    def __init__(self, gate_up: Projection, down: Projection, silu: Callable[[Tensor], Tensor] = F.silu) -> None:
         self.gate_up = gate_up
         self.down = down
+        self.silu = silu
 
     def __call__(self, x_TH: Tensor) -> Tensor:
         gate, up = self.gate_up(x_TH).chunk(2, -1)
-        return self.down(F.silu(gate).mul_(up))
+        return self.down(self.silu(gate).mul_(up))
 
 
 class ExpertFFN:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from flowinfer.engine.models.deepseek_v4.compress import Compressor, Indexer, compress, index_scores
@@ -12,13 +13,18 @@ from flowinfer.engine.models.deepseek_v4.config import V4Config
 from flowinfer.engine.models.deepseek_v4.ops import rms, rotate, rotations
 from flowinfer.engine.models.deepseek_v4.plan import Closing, Plan, Rows
 from flowinfer.engine.models.linear import Projection
+from flowinfer.kernels.paged_attention.invariant import sum_in_splits
 
+WHOLE = 64  # entries come in multiples of so many where bytes mustn't depend on what runs beside
 TOKENS_AT_ONCE = 256  # whose keys are gathered together: 16 MiB at 128 keys of 128 float32
 
 
 @dataclass(frozen=True, slots=True)
 class Attention:
-    """Weights of one layer. inverse: rotary frequencies of this layer's kind; out_a [groups, in, rank]."""
+    """Weights of one layer. inverse: rotary frequencies of this layer's kind; out_a maps [T, groups, in] to rank each.
+
+    split: as in kernels.paged_attention.Sizes, where bytes mustn't depend on what runs beside; 0: all keys in one sum.
+    """
 
     q_a: Projection
     q_norm: Tensor
@@ -26,12 +32,23 @@ class Attention:
     kv: Projection
     kv_norm: Tensor
     sinks_N: Tensor
-    out_a: Tensor
+    out_a: Projection
     out_b: Projection
     inverse: Tensor
     compressor: Compressor | None
     indexer: Indexer | None
     rate: int
+    split: int = 0
+
+
+class Grouped:
+    """A product a group: x [T, groups, in] and weight [groups, in, out] to [T, groups, out]."""
+
+    def __init__(self, weight_GIO: Tensor) -> None:
+        self._weight_GIO = weight_GIO
+
+    def __call__(self, x_TGI: Tensor) -> Tensor:
+        return torch.bmm(x_TGI.transpose(0, 1), self._weight_GIO).transpose(0, 1)
 
 
 def attend(x_TH: Tensor, weights: Attention, sections: dict[str, Tensor], plan: Plan, config: V4Config) -> Tensor:
@@ -48,8 +65,8 @@ def attend(x_TH: Tensor, weights: Attention, sections: dict[str, Tensor], plan: 
         part = slice(start, start + TOKENS_AT_ONCE)
         parts.append(_core(q[part], weights, sections, plan, part, chosen))
     out = rotate(torch.cat(parts), cos, -sin)  # values carry their key's rotation; taken back at the query's position
-    grouped = out.reshape(len(out), config.o_groups, -1).transpose(0, 1)
-    return weights.out_b(torch.bmm(grouped, weights.out_a).transpose(0, 1).flatten(1))
+    grouped = out.reshape(len(out), config.o_groups, -1)
+    return weights.out_b(weights.out_a(grouped).flatten(1))
 
 
 def _unit(q: Tensor, eps: float) -> Tensor:
@@ -75,8 +92,9 @@ def _core(
     scores = torch.bmm(q_TND, keys.transpose(1, 2)).float() * q_TND.shape[-1] ** -0.5
     scores = scores.masked_fill(~valid.unsqueeze(1), -torch.inf)
     sinks = weights.sinks_N.view(1, -1, 1).expand(len(scores), -1, 1)
-    shares = torch.cat((scores, sinks), -1).softmax(-1)[..., :-1]
-    return torch.bmm(shares.to(keys.dtype), keys)
+    # Sinks in front: behind, their place in the sum would change with the number of entries.
+    shares = torch.cat((sinks, scores), -1).softmax(-1)[..., 1:].to(keys.dtype)
+    return sum_in_splits(shares, keys, weights.split) if weights.split else torch.bmm(shares, keys)
 
 
 def _compressed(
@@ -95,6 +113,9 @@ def _compressed(
         valid = numbers < closing.visible.unsqueeze(1)
     else:
         numbers, valid = _pick(x_TH, q_rank, weights, sections["index"], plan, closing, config)
+    if weights.split:
+        missing = -numbers.shape[1] % WHOLE
+        numbers, valid = F.pad(numbers, (0, missing)), F.pad(valid, (0, missing))
     return _Chosen(plan.entries(plan.sequence_T.unsqueeze(1), weights.rate, numbers), valid)
 
 
@@ -115,9 +136,11 @@ def _pick(
     weigh = indexer.weigh(x_TH).float() * indexer.heads**-0.5
     numbers = q.new_zeros((len(x_TH), config.index_topk), dtype=torch.int64)
     valid = numbers.bool()
-    every = torch.arange(closing.most, device=x_TH.device)
+    most = closing.most + (-closing.most % WHOLE if weights.split else 0)
+    every = torch.arange(most, device=x_TH.device)
+    there = every.clamp(max=closing.most - 1)
     for members, own in _alike(plan):
-        rows = plan.entries(members.unsqueeze(1), weights.rate, every)
+        rows = plan.entries(members.unsqueeze(1), weights.rate, there)
         scores = index_scores(q[own], index[rows.blocks, rows.rows], weigh[own])
         seen = every < closing.visible[own].unsqueeze(-1)
         # Stable: relu makes exact ties common, and which one wins must not depend on how many entries there are.

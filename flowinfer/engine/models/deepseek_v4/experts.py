@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from flowinfer.engine.models.deepseek_v4.ops import expert_weights, gated, router_scores
+from flowinfer.engine.models.deepseek_v4.ops import Product, expert_weights, gated, router_scores
 from flowinfer.engine.models.linear import Projection
 
 
@@ -18,10 +19,11 @@ class Expert:
     gate_up: Projection
     down: Projection
     limit: float
+    silu: Product = F.silu
 
     def __call__(self, x_TH: Tensor) -> Tensor:
         gate, up = self.gate_up(x_TH).chunk(2, -1)
-        return self.down(gated(gate, up, self.limit))
+        return self.down(gated(gate, up, self.limit, self.silu))
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +33,7 @@ class Experts:
     load_E int32 [E], where given: the rows that each routed expert got are added there.
     """
 
-    gate_EH: Tensor
+    gate_EH: Tensor | Projection
     bias_E: Tensor | None
     chosen_VK: Tensor | None
     routed: list[Expert]

@@ -6,16 +6,18 @@ import re
 from collections.abc import Callable
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from flowinfer.engine.formats import SCALES, weight_format
-from flowinfer.engine.models.deepseek_v4.attention import Attention
+from flowinfer.engine.models.deepseek_v4.attention import Attention, Grouped
 from flowinfer.engine.models.deepseek_v4.compress import Compressor, Indexer
 from flowinfer.engine.models.deepseek_v4.config import V4Config
 from flowinfer.engine.models.deepseek_v4.experts import Expert, Experts
 from flowinfer.engine.models.deepseek_v4.model import Hyper, Layer, V4Model
 from flowinfer.engine.models.deepseek_v4.ops import frequencies
 from flowinfer.engine.models.deepseek_v4.quant import dequantize, info_of
+from flowinfer.engine.models.invariant import Invariance
 from flowinfer.engine.models.linear import Projection, make_linear
 from flowinfer.engine.models.moe import zero_load
 from flowinfer.engine.weights import Weights
@@ -24,15 +26,27 @@ from flowinfer.errors import ModelError
 _IGNORED = re.compile(r"(model\.)?mtp\.")  # draft layers of the release, which have a place of their own
 
 
-def build(config: V4Config, weights: Weights, progress: Callable[[int, int], None] | None) -> V4Model:
+def build(
+    config: V4Config,
+    weights: Weights,
+    progress: Callable[[int, int], None] | None,
+    invariance: Invariance | None = None,
+) -> V4Model:
     """The model of an open checkpoint. Raises ModelError naming a missing, misshapen or unknown tensor."""
-    return _Loader(config, weights).model(progress)
+    if invariance is not None and weights.device.type != "cpu":
+        raise ModelError(
+            "batch_invariant: DeepSeek-V4 keeps it on CPUs only; on a GPU its products are the library's.",
+            help="Use `device: cpu`, or leave batch_invariant out.",
+        )
+    return _Loader(config, weights, invariance).model(progress)
 
 
 class _Loader:
-    def __init__(self, config: V4Config, weights: Weights) -> None:
+    def __init__(self, config: V4Config, weights: Weights, invariance: Invariance | None) -> None:
         self.config = config
         self.weights = weights
+        self.invariance = invariance
+        self.make = make_linear if invariance is None else invariance.linear
         self.main = frequencies(config.main_rope, config.rope_dim).to(weights.device)
         self.wide = frequencies(config.compress_rope, config.rope_dim).to(weights.device)
         self.load_LE = zero_load(config, weights.device)
@@ -49,10 +63,10 @@ class _Loader:
         hyper = [self.either(f"hc_head_{part}", f"hc_head.hc_{part}") for part in ("fn", "base", "scale")]
         wide = config.streams * hidden
         shapes = ((config.streams, wide), (config.streams,), (1,))
-        collapse = Hyper(*(self.exact(name, shape) for name, shape in zip(hyper, shapes, strict=True)))
+        collapse = self.mixing(*(self.exact(name, shape) for name, shape in zip(hyper, shapes, strict=True)))
         norm = self.exact("norm.weight", (hidden,))
         self.weights.finish(ignore=("head.weight",) if config.tied_embeddings else (), skip=_IGNORED)
-        model = V4Model(config, embed, layers, collapse, norm, make_linear(head))
+        model = V4Model(config, embed, layers, collapse, norm, self.make(head))
         model.expert_load_LE = self.load_LE
         return model
 
@@ -70,11 +84,14 @@ class _Loader:
     def hyper(self, name: str) -> Hyper:
         streams = self.config.streams
         mixes = (2 + streams) * streams
-        return Hyper(
+        return self.mixing(
             self.exact(f"{name}_fn", (mixes, streams * self.config.hidden_size)),
             self.exact(f"{name}_base", (mixes,)),
             self.exact(f"{name}_scale", (3,)),
         )
+
+    def mixing(self, fn: Tensor, base: Tensor, scale: Tensor) -> Hyper:
+        return Hyper(fn if self.invariance is None else self.invariance.linear(fn), base, scale)
 
     def attention(self, index: int, name: str) -> Attention:
         c = self.config
@@ -95,19 +112,23 @@ class _Loader:
             kv=self.linear(f"{name}wkv", c.head_dim, c.hidden_size),
             kv_norm=self.exact(self.either(f"{name}norm.weight", f"{name}kv_norm.weight"), (c.head_dim,)),
             sinks_N=self.exact(f"{name}attn_sink", (c.num_heads,)),
-            out_a=out_a.view(c.o_groups, c.o_rank, -1).transpose(1, 2).contiguous(),
+            out_a=self.grouped(out_a.view(c.o_groups, c.o_rank, -1).transpose(1, 2).contiguous()),
             out_b=self.linear(f"{name}wo_b", c.hidden_size, c.o_groups * c.o_rank),
             inverse=self.wide if rate else self.main,
             compressor=self.compressor(f"{name}compressor.", rate, c.head_dim, overlap=sparse) if rate else None,
             indexer=indexer,
             rate=rate,
+            split=0 if self.invariance is None else self.invariance.attention(c.num_heads, 1, c.head_dim).split,
         )
+
+    def grouped(self, weight_GIO: Tensor) -> Projection:
+        return Grouped(weight_GIO) if self.invariance is None else self.invariance.grouped(weight_GIO)
 
     def compressor(self, name: str, rate: int, size: int, *, overlap: bool) -> Compressor:
         channels, hidden = size * (2 if overlap else 1), self.config.hidden_size
         both = torch.cat([self.matrix(f"{name}{part}", channels, hidden) for part in ("wkv", "wgate")])
         return Compressor(
-            project=make_linear(both),
+            project=self.make(both),
             bias=self.exact(f"{name}ape", (rate, channels)),
             norm_D=self.exact(f"{name}norm.weight", (size,)),
             overlap=overlap,
@@ -120,7 +141,7 @@ class _Loader:
         hashed = index in c.hash_layers
         table = self.exact(f"{name}gate.tid2eid", (c.vocab_size, c.experts_per_token), torch.int64) if hashed else None
         return Experts(
-            gate_EH=self.matrix(f"{name}gate", c.num_experts, c.hidden_size),
+            gate_EH=self.router(self.matrix(f"{name}gate", c.num_experts, c.hidden_size)),
             bias_E=None if hashed else self.exact(f"{name}gate.bias", (c.num_experts,)),
             chosen_VK=table,
             routed=[self.expert(f"{name}experts.{i}.") for i in range(c.num_experts)],
@@ -130,15 +151,19 @@ class _Loader:
             load_E=None if self.load_LE is None else self.load_LE[index],
         )
 
+    def router(self, weight: Tensor) -> Tensor | Projection:
+        return weight if self.invariance is None else self.invariance.linear(weight)
+
     def expert(self, name: str) -> Expert:
         width, hidden = self.config.expert_size, self.config.hidden_size
         gate_up = torch.cat([self.matrix(f"{name}{part}", width, hidden) for part in ("w1", "w3")])
-        return Expert(make_linear(gate_up), self.linear(f"{name}w2", hidden, width), self.config.swiglu_limit)
+        silu = F.silu if self.invariance is None else self.invariance.silu
+        return Expert(self.make(gate_up), self.linear(f"{name}w2", hidden, width), self.config.swiglu_limit, silu)
 
     # ---------------------------------------------------------------------------------------------------- raw tensors
 
     def linear(self, name: str, rows: int, columns: int) -> Projection:
-        return make_linear(self.matrix(name, rows, columns))
+        return self.make(self.matrix(name, rows, columns))
 
     def matrix(self, name: str, rows: int, columns: int) -> Tensor:
         """A weight in the model's dtype, dequantized where the file has scales for it."""

@@ -20,7 +20,7 @@ from flowinfer.engine.step import StepInput
 class Hyper:
     """Weights that mix the residual streams around one block, float32: fn [n, M * H], base [n], scale [3 or 1]."""
 
-    fn: Tensor
+    fn: Tensor | Projection
     base: Tensor
     scale: Tensor
 

@@ -6,12 +6,25 @@ Dimensions: M streams, H hidden, D head size, E experts, K experts a token.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from flowinfer.engine.models.deepseek_v4.config import Rotary
+
+Product = Callable[[Tensor], Tensor]
+
+
+def project(x: Tensor, weight: Tensor | Product) -> Tensor:
+    """x W^T of a plain weight, or by whatever stands for it."""
+    return F.linear(x, weight) if isinstance(weight, Tensor) else weight(x)
+
+
+def sigmoid(x: Tensor) -> Tensor:
+    """By tanh, whose vectorized form rounds as its scalar one: a number's place in a batch changes nothing."""
+    return 0.5 * torch.tanh(0.5 * x) + 0.5
 
 
 def rms(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
@@ -49,21 +62,37 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def stream_weights(
-    x_MH: Tensor, fn: Tensor, base: Tensor, scale: Tensor, *, iterations: int, eps: float, norm_eps: float
+    x_MH: Tensor,
+    fn: Tensor | Product,
+    base: Tensor,
+    scale: Tensor,
+    *,
+    iterations: int,
+    eps: float,
+    norm_eps: float,
+    normalise: Callable[[Tensor, int, float], Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Manifold-constrained hyper-connection: pre [..., M], post [..., M] and doubly stochastic comb [..., M, M]."""
+    """Manifold-constrained hyper-connection: pre [..., M], post [..., M] and doubly stochastic comb [..., M, M].
+
+    normalise: another way to compute `sinkhorn`.
+    """
     streams = x_MH.shape[-2]
-    mixed = F.linear(rms(x_MH.flatten(-2).float(), None, norm_eps), fn)
+    mixed = project(rms(x_MH.flatten(-2).float(), None, norm_eps), fn)
     pre, post, comb = mixed.split_with_sizes((streams, streams, streams * streams), -1)
     pre_base, post_base, comb_base = base.split_with_sizes((streams, streams, streams * streams))
-    pre = torch.sigmoid(pre * scale[0] + pre_base) + eps
-    post = 2 * torch.sigmoid(post * scale[1] + post_base)
+    pre = sigmoid(pre * scale[0] + pre_base) + eps
+    post = 2 * sigmoid(post * scale[1] + post_base)
     comb = torch.unflatten(comb * scale[2] + comb_base, -1, (streams, streams)).softmax(-1) + eps
+    return pre, post, (normalise or sinkhorn)(comb, iterations, eps)
+
+
+def sinkhorn(comb: Tensor, iterations: int, eps: float) -> Tensor:
+    """Matrices [..., M, M] whose columns, then rows and columns in turn are brought to sum 1."""
     comb = comb / (comb.sum(-2, keepdim=True) + eps)
-    for _ in range(iterations - 1):  # Sinkhorn
+    for _ in range(iterations - 1):
         comb = comb / (comb.sum(-1, keepdim=True) + eps)
         comb = comb / (comb.sum(-2, keepdim=True) + eps)
-    return pre, post, comb
+    return comb
 
 
 def merge(x_MH: Tensor, pre: Tensor) -> Tensor:
@@ -77,20 +106,25 @@ def spread(x_MH: Tensor, out: Tensor, post: Tensor, comb: Tensor) -> Tensor:
     return post.to(dtype).unsqueeze(-1) * out.unsqueeze(-2) + comb.to(dtype).transpose(-1, -2) @ x_MH
 
 
-def head_streams(x_MH: Tensor, fn: Tensor, base: Tensor, scale: Tensor, *, eps: float, norm_eps: float) -> Tensor:
+def head_streams(
+    x_MH: Tensor, fn: Tensor | Product, base: Tensor, scale: Tensor, *, eps: float, norm_eps: float
+) -> Tensor:
     """The streams collapsed to [..., H] before the last norm."""
-    mixed = F.linear(rms(x_MH.flatten(-2).float(), None, norm_eps), fn)
-    return merge(x_MH, torch.sigmoid(mixed * scale + base) + eps)
+    mixed = project(rms(x_MH.flatten(-2).float(), None, norm_eps), fn)
+    return merge(x_MH, sigmoid(mixed * scale + base) + eps)
 
 
 def pool(values: Tensor, gates: Tensor) -> Tensor:
     """Compressed entries: values [..., slots, D] averaged by a softmax over slots of gates, a channel each."""
-    return (values * gates.softmax(-2, dtype=torch.float32).to(values.dtype)).sum(-2)
+    # Slots last: over a dimension in front, softmax rounds by how many entries there are.
+    shares = gates.transpose(-1, -2).softmax(-1, dtype=torch.float32).transpose(-1, -2)
+    return (values * shares.contiguous().to(values.dtype)).sum(-2)
 
 
-def router_scores(x: Tensor, weight: Tensor) -> Tensor:
-    """sqrt(softplus) of the router's products, float32 [T, E]."""
-    return F.softplus(F.linear(x, weight).float()).sqrt()
+def router_scores(x: Tensor, weight: Tensor | Product) -> Tensor:
+    """sqrt(softplus) of the router's products, float32 [T, E]; in parts, see sigmoid."""
+    logits = project(x, weight).float()
+    return torch.where(logits > 20, logits, torch.log1p(torch.exp(logits.clamp(max=20)))).sqrt()
 
 
 def expert_weights(scores_TE: Tensor, experts_TK: Tensor, scale: float) -> Tensor:
@@ -99,6 +133,6 @@ def expert_weights(scores_TE: Tensor, experts_TK: Tensor, scale: float) -> Tenso
     return chosen / (chosen.sum(-1, keepdim=True) + 1e-20) * scale
 
 
-def gated(gate: Tensor, up: Tensor, limit: float) -> Tensor:
+def gated(gate: Tensor, up: Tensor, limit: float, silu: Product = F.silu) -> Tensor:
     """silu(gate) * up, both clamped (gate only from above)."""
-    return F.silu(gate.clamp(max=limit)) * up.clamp(-limit, limit)
+    return silu(gate.clamp(max=limit)) * up.clamp(-limit, limit)

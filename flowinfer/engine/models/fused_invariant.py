@@ -1,0 +1,183 @@
+"""The decoder on a GPU in the mode in which a token's bytes don't depend on what runs beside it.
+
+Every step, prefill, verify or decode, goes through the same kernels with the same tiles: products without a split of
+the inner dimension, attention of 64-row tiles over a sequence's pages in order, experts in tiles of one shape. So
+chunks, prefix hits, drafts and batch sizes change nothing. Where wide tiles give the same bytes on this card, which is
+tried at load, products of many rows use them.
+
+Dimensions as in fused.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from flowinfer.engine.models.config import ModelConfig
+from flowinfer.engine.models.decoder import Layer
+from flowinfer.engine.models.fused import FusedModel, Weight, blocks_of_tokens
+from flowinfer.engine.models.invariant import Invariance
+from flowinfer.engine.models.moe import StackedExperts
+from flowinfer.engine.models.rope import Rope
+from flowinfer.engine.step import StepInput
+from flowinfer.errors import ModelError
+from flowinfer.kernels.activation import silu_mul
+from flowinfer.kernels.decode_attention import DecodeBatch, Scratch
+from flowinfer.kernels.experts import MOST_ROWS, bucket, gather_gated, route, weighted
+from flowinfer.kernels.invariant_linear import WIDE_ROWS, invariant_linear
+from flowinfer.kernels.norm import rms_norm
+from flowinfer.kernels.prefill_attention import Tiling, plan_tiles, prefill_attention
+from flowinfer.kernels.rope import rope_write
+
+TILE_ROWS = 64  # query heads of a tile: what a Hopper card's matrix instruction takes, for one token as for many
+
+
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """What all layers of a step share: where its tokens are, and which program attends for whom."""
+
+    positions: Tensor
+    blocks: Tensor
+    tiling: Tiling
+
+
+class InvariantModel(FusedModel):
+    """As FusedModel, with equal bytes for a token in every step."""
+
+    def __init__(
+        self, config: ModelConfig, embed_VH: Tensor, layers: list[Layer], norm_H: Tensor, head_VH: Tensor, rope: Rope
+    ) -> None:
+        super().__init__(config, embed_VH, layers, norm_H, head_VH, rope)
+        self.wide: set[tuple[int, ...]] = set()  # shapes of weights whose wide tiles give the same bytes
+
+    def keep_invariant(self, invariance: Invariance) -> None:
+        """Tries wide tiles, and a row alone against the row among others. Raises ModelError where they differ."""
+        self.invariance = invariance
+        weights = [*self._qkv[:1], *self._out[:1], Weight(self.head_VH, None)]
+        weights += [weight for ffn in self._ffn[:1] if not isinstance(ffn, StackedExperts) for weight in ffn]
+        for weight, _ in weights:
+            if not _rows_alike(weight):
+                raise ModelError(
+                    f"batch_invariant: products of {list(weight.shape)} differ by the rows beside them on this card.",
+                    help="Leave batch_invariant out.",
+                )
+            if same_when_wide(weight):
+                self.wide.add(tuple(weight.shape))
+
+    def decode(
+        self, last_S: Tensor, batch: DecodeBatch, kv: Tensor, scratch: Scratch, counts: list[Tensor] | None = None
+    ) -> Tensor:
+        """As FusedModel.decode; scratch isn't needed. Rows of padding read the first position of slot 0."""
+        kv = self._paged(kv)
+        slots = batch.slots.clamp(min=0)
+        lengths = torch.where(batch.slots < 0, 1, batch.lengths.index_select(0, slots))
+        tables = batch.block_tables.index_select(0, slots)
+        positions = (lengths - 1).long()
+        blocks = tables.gather(1, (positions // kv.shape[4]).unsqueeze(1)).squeeze(1)
+        starts = torch.arange(len(slots) + 1, dtype=torch.int32, device=self.device)
+        tiles = torch.stack((starts[:-1], torch.zeros_like(starts[:-1])), 1)
+        group = self.heads.num_heads // self.heads.num_kv_heads
+        tiling = Tiling(tiles, starts, lengths, tables, tokens=max(1, TILE_ROWS // group))
+        rows = _Rows(positions, torch.where(batch.slots < 0, -1, blocks), tiling)
+        x, delta = self._through(F.embedding(last_S.index_select(0, slots), self._embed_VH), kv, rows, None, counts)
+        assert x is not None, "a step that wants logits goes through the last layer"
+        _, normed = rms_norm(x, self._norm_H, self.config.norm_eps, delta=delta)
+        return self._product(normed, Weight(self.head_VH, None))
+
+    @torch.inference_mode()
+    def forward(self, step: StepInput, kv: Tensor) -> Tensor | None:
+        """As Model.forward; kv may hold anything where nothing was written yet."""
+        kv = self._paged(kv)
+        counts = step.query_starts[1:] - step.query_starts[:-1]
+        blocks = torch.from_numpy(blocks_of_tokens(step, counts, kv.shape[4])).to(self.device, non_blocking=True)
+        tiling = plan_tiles(
+            step.query_starts, step.kv_lens, step.block_tables, heads=self.heads, device=self.device, dtype=kv.dtype,
+            rows=TILE_ROWS,
+        )  # fmt: skip
+        embedded = F.embedding(step.tokens, self._embed_VH)
+        x, delta = self._through(embedded, kv, _Rows(step.positions, blocks, tiling), step, None)
+        if x is None:
+            return None
+        _, normed = rms_norm(x, self._norm_H, self.config.norm_eps, delta=delta)
+        assert step.logit_rows is not None, "a step without logits stops in its last layer"
+        return self._logits(normed[step.logit_rows])
+
+    def _logits(self, x_RH: Tensor) -> Tensor:
+        return self._product(x_RH, Weight(self.head_VH, None)).float()
+
+    def _through(
+        self, x: Tensor, kv: Tensor, rows: _Rows, step: StepInput | None, counts: list[Tensor] | None
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """The residual stream behind the last layer, and what is still to be added to it. None, None: not wanted."""
+        eps = self.config.norm_eps
+        delta: Tensor | None = None
+        for index, layer in enumerate(self._layers):
+            x, normed = rms_norm(x, layer.input_norm_H, eps, delta=delta)
+            if step is not None and index and step.wants(index - 1):
+                step.give(index - 1, x[step.logit_rows])
+            qkv = self._product(normed, self._qkv[index])
+            norms = layer.qk_norm_D
+            qk = rope_write(
+                qkv, kv, index, self.heads, rows.positions, rows.blocks, self._rope_PD, norms, eps
+            )  # fmt: skip
+            if step is not None and step.logit_rows is None and index == len(self._layers) - 1:
+                return None, None
+            attended = prefill_attention(qk, kv, index, self.heads, rows.tiling)
+            x, normed = rms_norm(x, layer.post_norm_H, eps, delta=self._product(attended, self._out[index]))
+            ffn = self._ffn[index]
+            if isinstance(ffn, StackedExperts):
+                delta = self._by_experts(normed, ffn, counts, eager=step is not None)
+            else:
+                gate_up, down = ffn
+                delta = self._product(silu_mul(self._product(normed, gate_up)), down)
+        last = len(self._layers) - 1
+        if step is not None and step.wants(last):
+            assert delta is not None, "a layer adds something"
+            given, _ = rms_norm(x.clone(), self._norm_H, eps, delta=delta)
+            step.give(last, given[step.logit_rows])
+        return x, delta
+
+    def _by_experts(self, normed: Tensor, ffn: StackedExperts, counts: list[Tensor] | None, *, eager: bool) -> Tensor:
+        """[T * top, H]: each token's experts one after the other, to be summed by the norm behind."""
+        router = self._product(normed, Weight(ffn.router.weight_OI, ffn.router.bias_O))  # type: ignore[attr-defined]
+        ids, weights = route(router, ffn.per_token, norm_topk=ffn.norm_topk)
+        top, num = ffn.per_token, ffn.gate_up_EOH.shape[0]
+        out = normed.new_empty(len(normed) * top, normed.shape[1])
+        for first in range(0, len(normed), MOST_ROWS):
+            part = slice(first, first + MOST_ROWS)
+            routing = bucket(ids[part], weights[part], num)
+            if counts is not None:
+                counts.append(routing.counts)
+            if eager and ffn.load_E is not None:
+                ffn.load_E += routing.counts
+            gated = gather_gated(normed[part], ffn.gate_up_EOH, routing, fixed=True)
+            weighted(gated, ffn.down_EHI, routing, fixed=True, out=out[first * top : (first + MOST_ROWS) * top])
+        return out
+
+    def _product(self, x: Tensor, weight: Weight) -> Tensor:
+        wide = x.shape[0] >= WIDE_ROWS and tuple(weight.weight.shape) in self.wide
+        return invariant_linear(x.contiguous(), weight.weight, bias_O=weight.bias, wide=wide)
+
+
+def same_when_wide(weight_OI: Tensor) -> bool:
+    """Whether wide tiles give the bytes of narrow ones for this weight, on this card."""
+    x = _rows(256, weight_OI)
+    return torch.equal(invariant_linear(x, weight_OI), invariant_linear(x, weight_OI, wide=True))
+
+
+def _rows_alike(weight_OI: Tensor) -> bool:
+    x = _rows(130, weight_OI)
+    whole = invariant_linear(x, weight_OI)
+    return all(torch.equal(invariant_linear(x[at : at + n], weight_OI), whole[at : at + n]) for at, n in _CASES)
+
+
+_CASES = ((0, 1), (77, 1), (3, 2), (60, 16), (1, 64), (65, 65))
+
+
+def _rows(count: int, weight_OI: Tensor) -> Tensor:
+    made = torch.Generator(weight_OI.device).manual_seed(count)
+    shape = (count, weight_OI.shape[1])
+    return torch.randn(shape, generator=made, dtype=torch.float32, device=weight_OI.device).to(weight_OI.dtype)

@@ -1,0 +1,59 @@
+"""invariant_linear in Triton: a program for a tile of the result, over the whole inner dimension in order."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from flowinfer.kernels.invariant_linear.tiles import tiles
+
+GROUP = 8  # row tiles that share weights in the L2 cache
+
+
+def launch(x, weight, bias, wide, out, sizes=None):
+    """Arguments as checked by invariant_linear. sizes: tiles to try instead of the chosen ones."""
+    rows, size_in = x.shape
+    size_out = out.shape[1]
+    block_m, block_n, block_k, warps, stages = sizes or tiles(size_out, size_in, x.element_size(), wide=wide)
+    grid = triton.cdiv(rows, block_m) * triton.cdiv(size_out, block_n)
+    _linear[(grid,)](
+        x, weight, bias, out, rows, size_out, size_in,
+        BM=block_m, BN=block_n, BK=block_k, GROUP=GROUP, BIAS=bias is not None,
+        EVEN=size_in % block_k == 0 and size_out % block_n == 0,
+        num_warps=warps, num_stages=stages,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["M"])
+def _linear(
+    x, weight, bias, out, M, N, K,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, BIAS: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
+    tile = tl.program_id(0)
+    tiles_m = tl.cdiv(M, BM)
+    tiles_n = tl.cdiv(N, BN)
+    group = tile // (GROUP * tiles_n)
+    first = group * GROUP
+    height = tl.minimum(tiles_m - first, GROUP)
+    inside = tile % (GROUP * tiles_n)
+    m = (first + inside % height) * BM + tl.arange(0, BM)
+    n = inside // height * BN + tl.arange(0, BN)
+    k = tl.arange(0, BK)
+    in_m = m < M
+    in_n = n < N
+    x_at = x + m[:, None].to(tl.int64) * K + k[None, :]
+    w_at = weight + n[None, :].to(tl.int64) * K + k[:, None]
+    acc = tl.zeros([BM, BN], tl.float32)
+    for start in range(0, K, BK):
+        if EVEN:
+            rows = tl.load(x_at + start, mask=in_m[:, None], other=0.0)
+            w = tl.load(w_at + start)
+        else:
+            in_k = start + k < K
+            rows = tl.load(x_at + start, mask=in_m[:, None] & in_k[None, :], other=0.0)
+            w = tl.load(w_at + start, mask=in_k[:, None] & in_n[None, :], other=0.0)
+        acc = tl.dot(rows, w, acc, input_precision="ieee")
+    if BIAS:
+        acc += tl.load(bias + n, mask=in_n, other=0.0).to(tl.float32)[None, :]
+    at = m[:, None].to(tl.int64) * N + n[None, :]
+    tl.store(out + at, acc.to(out.dtype.element_ty), mask=in_m[:, None] & in_n[None, :])

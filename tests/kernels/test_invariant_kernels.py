@@ -1,0 +1,155 @@
+"""The kernels of the batch-invariant mode under Triton's interpreter: right, and the same for a row in any company.
+
+With FLOWINFER_TEST_DEVICE=cuda:0 the same tests run compiled on a card.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from flowinfer.errors import KernelUnsupported
+from flowinfer.kernels.experts import bucket, gather_gated, route, weighted
+from flowinfer.kernels.invariant_linear import invariant_linear, invariant_linear_reference
+
+interpreter = pytest.importorskip("triton.runtime.interpreter")
+torch.set_num_threads(1)
+DEVICE = os.environ.get("FLOWINFER_TEST_DEVICE", "cpu")
+DTYPES = (torch.float32, torch.bfloat16)
+
+
+@pytest.fixture(autouse=True)
+def right_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interpreter multiplies bfloat16 as uint16: give its product float32, a row at a time as the hardware does."""
+    product = interpreter.InterpreterBuilder.create_dot
+
+    def widened(self: object, a: object, b: object, *rest: object) -> object:
+        return product(self, *(_as_float32(x) for x in (a, b)), *rest)
+
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", widened)
+
+
+def _as_float32(x: Any) -> object:
+    if x.dtype.scalar.name != "bf16":
+        return x
+    data = (x.data.astype(np.uint32) << 16).view(np.float32)
+    return interpreter.TensorHandle(data, interpreter.tl.float32)
+
+
+def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+    made = torch.Generator().manual_seed(seed + sum(shape))
+    return torch.randn(*shape, generator=made).to(dtype).to(DEVICE)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("rows", "size_in", "size_out"), [(1, 64, 48), (3, 192, 40), (70, 100, 33)])
+def test_products_are_right(rows: int, size_in: int, size_out: int, dtype: torch.dtype) -> None:
+    x, weight = random(rows, size_in, dtype=dtype), random(size_out, size_in, dtype=dtype)
+    bias = random(size_out, dtype=dtype, seed=2)
+    want = invariant_linear_reference(x.double(), weight.double(), bias_O=bias.double())
+    for wide in (False, True):
+        got = invariant_linear(x, weight, bias_O=bias, wide=wide).double()
+        assert (got - want).norm() < (2e-5 if dtype is torch.float32 else 2e-2) * want.norm()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_row_is_the_same_alone_and_among_others(dtype: torch.dtype) -> None:
+    x, weight = random(70, 96, dtype=dtype), random(40, 96, dtype=dtype)
+    whole = invariant_linear(x, weight)
+    for at, count in ((0, 1), (69, 1), (5, 3), (1, 64)):
+        assert torch.equal(invariant_linear(x[at : at + count], weight), whole[at : at + count])
+
+
+def test_products_refuse_what_does_not_fit() -> None:
+    with pytest.raises(KernelUnsupported, match="bfloat16"):
+        invariant_linear(random(2, 16), random(16, 16, dtype=torch.bfloat16))
+    with pytest.raises(KernelUnsupported, match="contiguous"):
+        invariant_linear(random(16, 2).t(), random(8, 16))
+
+
+def test_no_rows_give_no_rows() -> None:
+    assert invariant_linear(random(0, 16), random(8, 16)).shape == (0, 8)
+
+
+def test_experts_of_a_token_are_the_same_alone_and_among_others() -> None:
+    x, gate_up, down = random(20, 32), random(4, 32, 32, seed=1), random(4, 32, 16, seed=2)
+    logits = random(20, 4, seed=3)
+
+    def run(part: slice) -> Tensor:
+        ids, weights = route(logits[part].contiguous(), 2, norm_topk=True)
+        routing = bucket(ids, weights, 4)
+        gated = gather_gated(x[part].contiguous(), gate_up, routing, fixed=True)
+        return weighted(gated, down, routing, fixed=True)
+
+    whole = run(slice(0, 20))
+    for at, count in ((0, 1), (7, 1), (3, 9)):
+        assert torch.equal(run(slice(at, at + count)), whole[2 * at : 2 * (at + count)])
+
+
+SMALL: dict[str, Any] = {
+    "vocab_size": 48, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 256, "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": True, "flowinfer_random_weights": True,
+}  # fmt: skip
+SHAPES = {
+    "LlamaForCausalLM": {},
+    "Qwen3MoeForCausalLM": {
+        "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_a_token_decoded_has_the_bytes_of_a_token_prefilled(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from flowinfer.engine.models import load as loading
+    from flowinfer.engine.models import load_model
+    from flowinfer.engine.models.invariant import Invariance
+    from flowinfer.engine.models.linear import Linear
+    from flowinfer.engine.step import StepInput
+    from flowinfer.kernels.decode_attention import DecodeBatch, Scratch
+
+    monkeypatch.setattr(loading, "_can_fuse", lambda device, dtype: True)
+    monkeypatch.setattr(Invariance, "linear", lambda self, weight, bias=None: Linear(weight, bias))
+    (tmp_path / "config.json").write_text(json.dumps(SMALL | SHAPES[name] | {"architectures": [name]}))
+    model: Any = load_model(tmp_path, dtype="float32", device=DEVICE, batch_invariant=True)
+    config = model.config
+    tokens = np.random.default_rng(0).integers(3, 48, 70).astype(np.int32)
+
+    def arena() -> Tensor:
+        shape = (4, config.num_layers, 2, config.num_kv_heads, 64, config.head_dim)
+        return torch.zeros(shape, device=DEVICE)
+
+    def run(kv: Tensor, start: int, count: int) -> Tensor:
+        step = StepInput(
+            tokens=torch.from_numpy(tokens[start : start + count].astype(np.int64)).to(DEVICE),
+            positions=torch.arange(start, start + count, device=DEVICE),
+            query_starts=np.array([0, count], np.int32),
+            kv_lens=np.array([start + count], np.int32),
+            block_tables=np.array([[2, 1]], np.int32),
+            logit_rows=torch.arange(count, device=DEVICE),
+        )
+        logits: Tensor = model.forward(step, kv)
+        return logits
+
+    whole_kv, kv = arena(), arena()
+    whole = run(whole_kv, 0, 70)
+    assert torch.equal(torch.cat([run(kv, 0, 33), run(kv, 33, 33), run(kv, 66, 3)]), whole[:69])
+    batch = DecodeBatch(
+        torch.tensor([-1, 0, -1], dtype=torch.int32, device=DEVICE),
+        torch.tensor([70], dtype=torch.int32, device=DEVICE),
+        torch.tensor([[2, 1]], dtype=torch.int32, device=DEVICE),
+    )
+    last = torch.from_numpy(tokens[69:]).to(DEVICE)
+    with torch.inference_mode():
+        decoded = model.decode(last, batch, kv, Scratch.make(1, model.heads, torch.device(DEVICE)))
+    assert torch.equal(decoded[1].float(), whole[69])
+    assert torch.equal(kv, whole_kv)
