@@ -27,7 +27,12 @@ def check_transports(graph: Graph) -> None:
         if unit_of(graph, wire) != "blocks" or graph.is_fused(wire) or wanted not in TRANSPORTS or not target.worker:
             continue
         owner, taker = _ends(graph, wire)
-        if reason := why_not(wanted, owner, taker):
+        if not TRANSPORTS[wanted].is_there:
+            mark = graph.document.value_mark("stages", wire.target, "with", "transport")
+            message = f"transport {wanted} isn't installed here."
+            help = f"Run: pip install 'flowinfer[{TRANSPORTS[wanted].extra}]'. Or remove `transport`."
+            graph.problem("FI415", message, mark, help)
+        elif reason := why_not(wanted, owner, taker):
             mark = graph.document.value_mark("stages", wire.target, "with", "transport")
             notes = [
                 (graph.document.mark("workers", end.worker), f"`{end.worker}` runs on {end.device}")

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import msgspec
 
 from flowinfer.message import Ids, KVData, KVPushed
-from flowinfer.transfer.pushing import Copying, LinkSender
+from flowinfer.transfer.pushing import Copying, LinkSender, read_address
 from flowinfer.transfer.transport import Push, TransferError
 
 if TYPE_CHECKING:
@@ -70,10 +70,7 @@ class CudaLinks:
         self._host = host_id()
 
     def read(self, push: Push) -> PoolAddress:
-        try:
-            address = msgspec.msgpack.decode(push.address, type=PoolAddress)
-        except msgspec.MsgspecError as error:
-            raise TransferError(f"{push.to} doesn't say where its pool is: {error}") from error
+        address = read_address(push, PoolAddress)
         if address.host != self._host:
             help = "Set transport: tcp or nixl on this edge."
             raise TransferError(f"{push.to} runs on another host, where CUDA IPC doesn't reach.", help=help)

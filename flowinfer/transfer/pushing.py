@@ -13,8 +13,9 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
+import msgspec
 import numpy as np
 
 from flowinfer.errors import FlowInferError
@@ -24,6 +25,7 @@ from flowinfer.transfer.transport import Push, Stopped, TransferError, Written
 if TYPE_CHECKING:
     from flowinfer.engine.engine import Engine
 
+T = TypeVar("T")
 log = logging.getLogger(__name__)
 PATIENCE_S = 0.002  # for the last blocks of a request: 4,000 tokens of an 8B model take 0.3 ms on an H200
 
@@ -273,6 +275,14 @@ class LinkSender:
             self._look()
             if all(copy.ticket != ticket for copy in self._under_way):
                 return
+
+
+def read_address(push: Push, kind: type[T]) -> T:
+    """push.address, understood. Raises TransferError."""
+    try:
+        return msgspec.msgpack.decode(push.address, type=kind)
+    except msgspec.MsgspecError as error:
+        raise TransferError(f"{push.to} doesn't say where its pool is: {error}") from error
 
 
 def _taken_down(name: str, result: Any) -> None:

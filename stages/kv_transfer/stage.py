@@ -12,6 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Literal
 
 import msgspec
+from pydantic import model_validator
 
 from flowinfer.errors import RequestError
 from flowinfer.graph.transports import TRANSPORTS
@@ -58,13 +59,21 @@ class KVTransfer(Stage):
 
         transport: `shm` leases blocks of the host's shared arena, the others copy blocks from pool to pool: `tcp` as
         frames, `cuda_ipc` from GPU to GPU of one host, `nixl` by RDMA; `auto` takes the first that fits both workers,
-        and never nixl.  deadline: longest time for the blocks of one sequence to arrive after it has been computed.
+        and never nixl.  interfaces: of the network, that nixl may use on every host, as in [mlx5_0:1] or [eth0].
+        deadline: longest time for the blocks of one sequence to arrive after it has been computed.
         """
 
         model: str = setting("", change="cold")
         dtype: Literal["auto", "float32", "bfloat16"] = setting("auto", change="cold")
         transport: Literal["auto", "shm", "tcp", "cuda_ipc", "nixl"] = setting("auto", change="cold")
+        interfaces: tuple[str, ...] = setting((), change="cold")
         deadline: Duration = 30.0
+
+        @model_validator(mode="after")
+        def _names_interfaces(self) -> KVTransfer.Config:
+            if (self.transport == "nixl") != bool(self.interfaces):
+                raise ValueError("transport: nixl and the `interfaces` that it may use, as in [eth0], go together")
+            return self
 
         def contract(self) -> Contract:
             """The kv facet is needed and kept; credit is granted in blocks and comes back when decode has finished."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from pathlib import Path
 
 import pytest
@@ -67,3 +68,23 @@ def test_a_transport_that_the_workers_cannot_have_is_refused_with_both_ends_name
     (problem,) = refused.value.problems
     assert problem.code == "FI415" and "`prefill` runs on cpu" in problem.message
     assert [text for _, text in problem.notes] == ["`prefill` runs on cpu", "`decode` runs on cuda:0"]
+
+
+def by_nixl(*sets: str) -> list[str]:
+    return ["stages.transfer.with.transport=nixl", *sets]
+
+
+def test_nixl_is_refused_where_it_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == "nixl" else find(name, *rest))
+    with pytest.raises(SpecError) as refused:
+        load_plan(PROD, sets=by_nixl("stages.transfer.with.interfaces=[eth0]"))
+    (problem,) = refused.value.problems
+    assert problem.code == "FI415" and "nixl isn't installed here" in problem.message
+    assert problem.help and "flowinfer[nixl]" in problem.help
+
+
+@pytest.mark.parametrize("sets", [by_nixl(), ["stages.transfer.with.interfaces=[eth0]"]])
+def test_nixl_and_its_interfaces_go_together(sets: list[str]) -> None:
+    with pytest.raises(SpecError, match="go together"):
+        load_plan(PROD, sets=sets)
