@@ -86,9 +86,12 @@ class Drafting:
         within = np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
         owners = np.repeat(slots, counts)
         positions = np.repeat(self.batch.num_tokens[slots] - 1 - counts, counts) + within
+        import torch
+
         features = None
         if step.features is not None:
-            features = step.features[np.repeat(first_rows, counts) + within]
+            rows = torch.from_numpy(np.repeat(first_rows, counts) + within)
+            features = step.features[rows.to(step.features.device)]
         tokens = self.batch.tokens[owners, positions]
         self.drafter.observe(Ran(owners, positions.astype(np.int32), tokens, features))
 

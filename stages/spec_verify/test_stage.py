@@ -20,7 +20,9 @@ from flowinfer.errors import RequestError, StageError
 from flowinfer.message import Ended, Ids, KVHandle, Logits, Proposal, Sampling, Sequence, Tokens
 from flowinfer.observe import metrics
 from flowinfer.stage import ports
+from flowinfer.stages.spec_verify import stage
 from flowinfer.stages.spec_verify.count import SpecCounters
+from flowinfer.stages.spec_verify.drafts import Choose, Drafter, Guesses, Ran
 from flowinfer.stages.spec_verify.stage import SpecVerify
 
 torch.set_num_threads(1)
@@ -132,6 +134,45 @@ class Loop:
         return Logits(step=self.step, slots=ids(*[s for s, _ in rows]), starts=starts, logits=torch.stack(logits))
 
 
+class Drawn:
+    """Drafts by a toy table of its own, token after token, with the settings and the noise of each request."""
+
+    block, needs_features, needs_host, calibrated = 4, (), True, False
+
+    def __init__(self, table: torch.Tensor, batch: Batch) -> None:
+        self.table, self.batch = table, batch
+        self.ran: list[Ran] = []
+
+    def join(self, slot: int) -> None:
+        """Nothing is kept by slot."""
+
+    def leave(self, slot: int) -> None:
+        """Nothing is kept by slot."""
+
+    def observe(self, ran: Ran) -> None:
+        self.ran.append(ran)
+
+    def guess(self, slots: Ids, num_tokens: Ids, choose: Choose) -> Guesses:
+        before, last = (torch.from_numpy(self.batch.tokens[slots, num_tokens - i]).long() for i in (2, 1))
+        drafts, sure = [], []
+        for place in range(self.block):
+            logits = self.table[before, last]
+            before, last = last, choose(place, logits)
+            drafts.append(last.numpy())
+            sure.append(logits.softmax(1).amax(1).numpy())
+        return Guesses(np.ones(slots.size, bool), np.stack(drafts, 1).astype(np.int32), np.stack(sure, 1))
+
+
+def draft_by(table: torch.Tensor, patch: pytest.MonkeyPatch) -> None:
+    """From now on `draft: head` drafts by this table."""
+    others = stage.make_drafter
+
+    def make(config: SpecVerify.Config, batch: Batch) -> Drafter | None:
+        return Drawn(table, batch) if config.draft == "head" else others(config, batch)
+
+    patch.setattr(stage, "make_drafter", make)
+
+
 def toy_table(seed: int = 0, scale: float = 2.0) -> torch.Tensor:
     return torch.randn(VOCAB, VOCAB, VOCAB, generator=torch.Generator().manual_seed(seed)) * scale
 
@@ -193,6 +234,42 @@ def test_speculation_changes_no_token() -> None:
     assert {name: out.tokens for name, out in plain.items()} == {name: out.tokens for name, out in drafting.items()}
     assert sum(out.finish.drafted_tokens for out in drafting.values()) > 20, "nothing was drafted, so nothing tested"
     assert sum(out.finish.accepted_tokens for out in drafting.values()) > 0
+
+
+@pytest.mark.parametrize("error", [0.0, 0.5, 2.0])
+def test_drafts_that_are_drawn_change_no_token(error: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A drafter that knows the model is always right, penalties or not; one that errs costs steps and nothing else."""
+    table = toy_table(scale=2.0)
+    draft_by(table + error * toy_table(seed=1, scale=1.0), monkeypatch)
+    plain = Loop(table, draft="none").run(*requests())
+    drafting = Loop(table, draft="head", schedule="fixed").run(*requests())
+    assert {name: out.tokens for name, out in plain.items()} == {name: out.tokens for name, out in drafting.items()}
+    drafted, accepted = (
+        sum(getattr(out.finish, what) for out in drafting.values()) for what in ("drafted_tokens", "accepted_tokens")
+    )
+    assert drafted > 100
+    lost = 4 * len(SETTINGS)  # what was drafted behind the end of each
+    assert drafted - accepted <= lost if error == 0 else 0.05 < accepted / drafted < 0.8
+
+
+def test_a_drafter_is_told_what_held_and_what_the_layers_gave(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each token of the history but the last once, in order, with the features of its own row."""
+    table = toy_table(scale=2.0)
+    draft_by(table + 0.5 * toy_table(seed=1, scale=1.0), monkeypatch)
+    loop = Loop(table, draft="head", schedule="fixed")
+    loop.add(sequence("a", ids(5, 6, 7), max_tokens=30, ignore_eos=True))
+    for _ in range(6):
+        logits = loop.logits()
+        logits.features = torch.tensor([token for _, run in loop.rows() for token in run]).unsqueeze(1)
+        loop.proposal = loop.give(logits)
+    drafter = loop.stage.drafting.drafter
+    assert isinstance(drafter, Drawn)
+    history = loop.batch.history(0)
+    positions = np.concatenate([ran.positions for ran in drafter.ran])
+    assert positions.tolist() == list(range(2, len(history) - 1))
+    assert np.concatenate([ran.tokens for ran in drafter.ran]).tolist() == history[2:-1].tolist()
+    for ran in drafter.ran:
+        assert ran.features is not None and ran.features[:, 0].tolist() == ran.tokens.tolist()
 
 
 @pytest.mark.parametrize("name", SETTINGS)
@@ -347,23 +424,29 @@ KINDS: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("kwargs", KINDS)
-def test_drafted_tokens_have_the_distribution_of_sampled_ones(kwargs: dict[str, Any]) -> None:
+def test_drafted_tokens_have_the_distribution_of_sampled_ones(
+    kwargs: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Chi-square of the second and third token over many seeds, drafted against not: independent seeds, so that
     equality token for token can't make the test pass by itself."""
     table = toy_table(scale=1.0)
     table[:, :, 8:] = -torch.inf
+    draft_by(table + 0.7 * toy_table(seed=1, scale=1.0), monkeypatch)
     prompt = ids(*range(8), *range(8))
     counts = []
-    for draft, first_seed in (("none", 0), ("ngram", 10_000)):
+    for draft, first_seed in (("none", 0), ("ngram", 10_000), ("head", 20_000)):
         loop = Loop(table, draft=draft, ngram_min=1, max_slots=64, row_cost=0.0)
-        items = [sequence(f"{i}", prompt, max_tokens=4, seed=first_seed + i, **kwargs) for i in range(1500)]
+        items = [
+            sequence(f"{i}", prompt, max_tokens=4, seed=first_seed + i, **kwargs)
+            for i in range(900 if draft == "head" else 1500)
+        ]
         for start in range(0, len(items), 50):
             loop.run(*items[start : start + 50])
         pairs = [output.tokens[1] * 8 + output.tokens[2] for output in loop.outputs.values()]
         counts.append(np.bincount(pairs, minlength=64))
         drafted = sum(output.finish.drafted_tokens for output in loop.outputs.values())
-        assert (drafted > 1000) == (draft == "ngram")
-    common = (counts[0] + counts[1]) >= 10
+        assert (drafted > 1000) == (draft != "none")
+    common = sum(counts) >= 15
     assert stats.chi2_contingency(np.array(counts)[:, common]).pvalue > 1e-3
 
 
@@ -403,6 +486,24 @@ def test_counters_count_drafts_by_position() -> None:
     assert [rise["spec_accepted_per_position_total", str(i)] for i in range(3)] == [2, 1, 1]
 
 
+def test_confidences_are_counted_against_what_became_of_them() -> None:
+    def read(name: str) -> dict[str, float]:
+        found = [(labels, value) for full, labels, value in metrics.snapshot() if full == f"flowinfer:{name}"]
+        return {labels["confidence"]: value for labels, value in found}
+
+    counters = SpecCounters(3)
+    before = [read("spec_confidence_guesses_total"), read("spec_confidence_held_total")]
+    confidences = np.array([[0.95, 0.55, 0.11], [1.0, 0.5, 0.1], [0.0, 0.3, 0.3]], np.float32)
+    counters.calibrate(confidences, hits=ids(2, 3, 0), trials=ids(3, 3, 1))
+    after = [read("spec_confidence_guesses_total"), read("spec_confidence_held_total")]
+    guesses, held = (
+        {name: now[name] - was.get(name, 0) for name in now if now[name] != was.get(name, 0)}
+        for was, now in zip(before, after, strict=True)
+    )
+    assert guesses == {"0.9": 2, "0.5": 2, "0.1": 2, "0.0": 1}
+    assert held == {"0.9": 2, "0.5": 2, "0.1": 1}
+
+
 def test_settings_out_of_all_bounds_harm_nobody() -> None:
     wild = sequence(
         "wild",
@@ -435,7 +536,7 @@ def test_nothing_is_kept_of_a_sequence_that_ended_while_preempted() -> None:
 
 
 @settings(max_examples=15, deadline=None)
-@given(st.integers(0, 2**32 - 1), st.sampled_from(["none", "ngram"]))
+@given(st.integers(0, 2**32 - 1), st.sampled_from(["none", "ngram", "suffix"]))
 def test_any_order_of_joins_preemptions_and_cancels_leaves_each_answer_as_it_is(seed: int, draft: str) -> None:
     random, table = np.random.default_rng(seed), toy_table(scale=4.0)
     loop = Loop(table, draft=draft, max_slots=4, ngram_min=1, row_cost=0.0)

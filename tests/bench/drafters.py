@@ -2,16 +2,39 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from numpy.typing import NDArray
 
+from flowinfer.engine import hub
 from flowinfer.engine.batch import Batch
+from flowinfer.engine.draft import DraftHead, HeadConfig
 from flowinfer.message import Ids
 from flowinfer.stages.spec_verify import stage
 from flowinfer.stages.spec_verify.drafts import Choose, Guesses, Ran
+
+
+def save_random_head(model: Path, file: Path, **sizes: Any) -> None:
+    """An untrained head for this model: its drafts are worthless."""
+    info = hub.describe(model)
+    config = HeadConfig(
+        target="random",
+        hidden_size=info.config.hidden_size,
+        vocab_size=info.config.vocab_size,
+        feature_layers=(1, 0),
+        num_heads=2,
+        num_kv_heads=1,
+        head_dim=16,
+        ffn_size=32,
+        digest=info.digest,
+        **sizes,
+    )
+    embed = torch.zeros(info.config.vocab_size, info.config.hidden_size)
+    DraftHead.random(config, embed, embed, "cpu", torch.float32).save(file)
 
 
 class Cheat:

@@ -75,18 +75,20 @@ def test_random_schemas_always_hold_and_drafts_change_no_token(
     rng = random.Random(int(temperature))
     schemas = {f"r{n}": random_schema(rng) for n in range(24)}
     answers = []
-    for draft in ("none", "ngram"):
+    sources = ({"draft": "none"}, {}, {"draft": "model", "draft_model": str(model), "schedule": "fixed"})
+    for verify in sources:
         prompts = [
             asking(text, id, as_json(schema), max_tokens=400, temperature=temperature, seed=3)
             for id, schema in schemas.items()
         ]
-        service = Service(model, num_blocks=120, draft=draft)
+        service = Service(model, num_blocks=120, draft="ngram", verify=verify)
         service.send(*prompts)
         answers.append(service.finish(schemas))
         ended = [service.client.ended[id] for id in schemas]
         assert not [end for end in ended if isinstance(end, Failure)]
-    assert answers[0] == answers[1]
-    assert sum(end.drafted_tokens for end in ended) > 0
+    assert answers[0] == answers[1] == answers[2]
+    drafted, accepted = (sum(getattr(end, f"{what}_tokens") for end in ended) for what in ("drafted", "accepted"))
+    assert accepted > 0.9 * drafted > 100  # the model drafts for itself, under the same grammar
     finished = [id for id in schemas if service.client.ended[id].reason == "stop"]
     assert len(finished) >= 20  # a free pattern or white space may use the tokens up
     for id in finished:
@@ -100,8 +102,8 @@ def test_a_grammar_begins_where_reasoning_ends_also_inside_a_draft(
     (end,) = text.encode_plain("x").tolist()
     words = "ab12"
     answers = []
-    for draft in ("none", "ngram"):
-        service = Service(model, num_blocks=60, draft=draft)
+    for draft in ("none", "ngram", "model"):
+        service = Service(model, num_blocks=60, draft=draft, verify={"draft_model": str(model)})
         for n in range(6):
             ids = text.encode_plain(f"{n} " + f"think {words} x{words} " * 6)
             grammar = Grammar("regex", "(ab12){2}", after=end)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from cluster import Cluster, prompt
 from decode_loop import save_random_llama
+from drafters import save_random_head
 
 from flowinfer.message import Finish, KVData, Prompt
 from flowinfer.transfer.tcp import TcpReceiver
@@ -21,6 +22,7 @@ VOCAB, CONTEXT = 96, 512
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("llama")
     save_random_llama(folder, VOCAB, CONTEXT)
+    save_random_head(folder, folder / "draft.safetensors")
     return folder
 
 
@@ -87,7 +89,7 @@ def check_clean(cluster: Cluster) -> None:
 
 @pytest.mark.parametrize("mode", ["handoff", "replay"])
 @pytest.mark.parametrize("shared", [True, False], ids=["shm", "tcp"])
-@pytest.mark.parametrize("draft", ["none", "ngram"])
+@pytest.mark.parametrize("draft", ["none", "ngram", "head"])
 def test_running_sequences_go_on_elsewhere_token_for_token(
     start: Any, expected: dict[str, list[int]], mode: str, shared: bool, draft: str
 ) -> None:
@@ -203,7 +205,7 @@ def test_whatever_happens_each_answer_is_right_and_every_block_is_free(
         sampling = {"temperature": rng.choice([0.0, 0.8]), "seed": n}
         wanted.append(prompt(f"r{n}", some(n, rng.randrange(1, 160)), max_tokens=rng.randrange(1, 80), **sampling))
     cluster: Cluster = start(
-        shared=rng.random() < 0.6, draft=rng.choice(["none", "ngram"]), blocks=rng.choice([10, 20])
+        shared=rng.random() < 0.6, draft=rng.choice(["none", "ngram", "head"]), blocks=rng.choice([10, 20])
     )
     victims = rng.sample([p.id for p in wanted], 3)
     current, number = "decode.0", 0

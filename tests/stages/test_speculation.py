@@ -9,10 +9,9 @@ from typing import Any
 import pytest
 import torch
 from decode_loop import Service, prompt, save_random_llama
-from drafters import Cheat, cheat
+from drafters import Cheat, cheat, save_random_head
 
 from flowinfer.engine import hub
-from flowinfer.engine.draft import DraftHead, HeadConfig
 from flowinfer.message import Prompt
 from flowinfer.stages.spec_verify import stage
 from flowinfer.stages.spec_verify.head import HeadDraft
@@ -67,24 +66,6 @@ def model(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     request.param(folder, VOCAB, CONTEXT)
     save_random_head(folder, folder / "draft.safetensors")
     return folder
-
-
-def save_random_head(model: Path, file: Path, **sizes: Any) -> None:
-    info = hub.describe(model)
-    config = HeadConfig(
-        target="random",
-        hidden_size=info.config.hidden_size,
-        vocab_size=info.config.vocab_size,
-        feature_layers=(1, 0),
-        num_heads=2,
-        num_kv_heads=1,
-        head_dim=16,
-        ffn_size=32,
-        digest=info.digest,
-        **sizes,
-    )
-    embed = torch.zeros(info.config.vocab_size, info.config.hidden_size)
-    DraftHead.random(config, embed, embed, "cpu", torch.float32).save(file)
 
 
 def some_tokens(seed: int, count: int) -> list[int]:

@@ -50,22 +50,22 @@ class Constraint:
     def with_drafts(self, drafts: Ids) -> list[Bits | None]:
         """The tokens allowed for the last token's row and each draft's, as if the drafts before it were taken.
 
-        None for rows behind a draft that the grammar refuses: they can't be reached.
+        None for rows behind a draft that the grammar refuses, or that ends the text: they can't be reached.
         """
         rows: list[Bits | None] = [self._matcher.allowed()]
         if self.error:
             return [np.zeros_like(rows[0]), *[None] * drafts.size]
         for draft in drafts.tolist():
-            if not self._matcher.advance(draft):
+            if draft in self._ends or not self._matcher.advance(draft):
                 break
             rows.append(self._matcher.allowed())
         self._matcher.rollback(len(rows) - 1)
         return rows + [None] * (drafts.size + 1 - len(rows))
 
     def behind(self, drafts: Ids) -> Bits | None:
-        """The tokens allowed behind these drafts; None where the grammar refuses one of them."""
+        """The tokens allowed behind these drafts; None where the grammar refuses one of them, or one is an end."""
         tokens = drafts.tolist()
-        if self.error or self._matcher.fitting(tokens) < len(tokens):
+        if self.error or not self._ends.isdisjoint(tokens) or self._matcher.fitting(tokens) < len(tokens):
             return None
         for draft in tokens:
             self._matcher.advance(draft)
