@@ -7,6 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from flowinfer.stage import Fit
+from flowinfer.stages.spec_verify import vocabulary
 from flowinfer.stages.spec_verify.costs import StepCosts, StepTable
 from flowinfer.stages.spec_verify.drafts import (
     Acceptance,
@@ -31,7 +32,7 @@ ON_GPU = "with drafts each decode step waits for the host: steps don't overlap, 
 def fits(config: SpecVerify.Config) -> tuple[Fit, ...]:
     """What must suit the model that decodes."""
     if config.draft == "model":
-        return (Fit("draft_model", "moe-decode", partial(_model_suits, config.draft_model)),)
+        return (Fit("draft_model", "moe-decode", partial(vocabulary.misfit, config.draft_model)),)
     if config.draft != "head":
         return ()
 
@@ -55,20 +56,6 @@ def fits(config: SpecVerify.Config) -> tuple[Fit, ...]:
         )
 
     return Fit("head" if config.head else "draft", "moe-decode", suits), Fit("tokens", "moe-decode", drafts)
-
-
-def _model_suits(draft_model: str, model: str) -> tuple[str, str] | None:
-    from flowinfer.engine import hub
-    from flowinfer.errors import ModelError
-
-    try:
-        sizes = [hub.describe(hub.resolve(name)).config.vocab_size for name in (draft_model, model)]
-    except ModelError:
-        return None  # is fetched at the start, and compared then
-    if sizes[0] == sizes[1]:
-        return None
-    text = f"draft_model: {draft_model} knows {sizes[0]} tokens and {model} {sizes[1]}: its drafts would mean others."
-    return text, "Use a smaller model of the same family, or draft: suffix."
 
 
 def is_quick(config: SpecVerify.Config) -> bool:
@@ -120,7 +107,7 @@ def _model(config: SpecVerify.Config, batch: Batch, most: int) -> Drafter:
     from flowinfer.errors import ModelError
     from flowinfer.stages.spec_verify.model_draft import ModelDraft
 
-    if problem := _model_suits(config.draft_model, batch.model_name):
+    if problem := vocabulary.misfit(config.draft_model, batch.model_name):
         raise ModelError(problem[0], help=problem[1])
     folder, target = hub.resolve(config.draft_model), _engine(batch).model
     model = load_model(folder, dtype=str(target.dtype).removeprefix("torch."), device=str(target.device))
