@@ -642,12 +642,11 @@ class KVPushed(Event):
 
 
 class KVStopped(Event):
-    """Nothing more comes of this request by this ticket (0: of none), and nothing is written any more.
+    """Nothing more comes of this request by this ticket, and nothing is written any more.
 
     reason: why it failed; "": the owner was told to, or the request goes elsewhere.
     """
 
     id: str
-    owner: str
-    ticket: int = 0
+    ticket: int
     reason: str = ""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -86,6 +87,7 @@ class Incoming:
         arrival.sequence = sequence
         held = self.engine.adopt(sequence, handle, blocks=arrival.blocks, leased=False)
         held.num_committed = arrival.first
+        held.partial -= set(range(arrival.first))  # ours are whole
         return True
 
     def _is_of(self, arrival: Arrival, handle: KVHandle) -> bool:
@@ -97,7 +99,7 @@ class Incoming:
     ) -> bool:
         layout, pool = self.engine.layout, self.engine.pool
         known = names[: num_tokens // layout.block_tokens]
-        here = pool.acquire(known)  # it needn't come
+        here = pool.acquire(list(takewhile(lambda name: not pool.is_partial(name), known)))  # it needn't come
         fresh = pool.allocate(layout.blocks_for(num_tokens) - len(here))
         if fresh is None:
             pool.release(here)
@@ -145,9 +147,9 @@ class Incoming:
             self.engine.pool.release(self._unsafe.pop(event.ticket)[1])
             return None
         arrival = self.arrivals.get(event.id)
-        if arrival is None or arrival.owner != event.owner or event.ticket not in (0, arrival.ticket):
+        if arrival is None or arrival.ticket != event.ticket:
             return None
-        if event.reason and event.ticket and arrival.ways:  # another way may do
+        if event.reason and arrival.ways:  # another way may do
             arrival.way = arrival.ways.pop(0)
             self._ask(arrival)
             return None

@@ -64,7 +64,7 @@ class Outgoing:
         """Begins to push what a taker asks for; says KVStopped where it isn't, or is no longer, for that taker."""
         held = self.engine.held.get(event.id)
         if held is None or event.to not in (held.lessee, self._offered.get(event.id)):
-            self._tell_stopped(event.id, event.to, event.ticket, "gone")
+            self._tell_stopped(event.id, event.to, event.ticket)
             return
         push = Push(event.id, event.ticket, event.to, event.generation, event.address, event.blocks.tolist())
         try:
@@ -102,17 +102,15 @@ class Outgoing:
 
     def cancel(self, request: str) -> None:
         """The blocks of this request are about to be freed."""
-        taker = self._offered.pop(request, None)
+        self._offered.pop(request, None)
         transfer = self._transfers.pop(request, None)
-        if transfer is None:
-            if taker is not None:
-                self._tell_stopped(request, taker, 0, "")
-        elif transfer.num_written < len(transfer.push.targets):
-            if transfer.sender.cancel(transfer.push.ticket):
-                self._tell_stopped(request, transfer.push.to, transfer.push.ticket, "")
-            else:
-                self._stopping[transfer.push.ticket] = transfer
-                self._poll()
+        if transfer is None or transfer.num_written == len(transfer.push.targets):
+            return
+        if transfer.sender.cancel(transfer.push.ticket):
+            self._tell_stopped(request, transfer.push.to, transfer.push.ticket)
+        else:
+            self._stopping[transfer.push.ticket] = transfer
+            self._poll()
 
     def lost(self, taker: str) -> None:
         """A worker died: nothing is pushed to it any more."""
@@ -170,6 +168,5 @@ class Outgoing:
             del self._transfers[push.id]
         self._tell_stopped(push.id, push.to, push.ticket, reason)
 
-    def _tell_stopped(self, request: str, taker: str, ticket: int, reason: str) -> None:
-        event = KVStopped(id=request, owner=self.engine.ctx.worker, ticket=ticket, reason=reason)
-        self.engine.ctx.send(event, to=taker)
+    def _tell_stopped(self, request: str, taker: str, ticket: int, reason: str = "") -> None:
+        self.engine.ctx.send(KVStopped(id=request, ticket=ticket, reason=reason), to=taker)

@@ -130,13 +130,14 @@ class Cluster:
         shared: bool = True,
         draft: str = "none",
         lookup: dict[str, Any] | None = None,
+        transfer: dict[str, Any] | None = None,
     ) -> None:
         named = {"model": str(model), "dtype": "float32"}
         kinds: dict[str, tuple[str, dict[str, Any]]] = {
             "api": ("api", {}),
             "lookup": ("cache-lookup", {**named, **(lookup or {})}),
             "prefill": ("prefill", {**named, "token_budget": 96}),
-            "transfer": ("kv-transfer", named),
+            "transfer": ("kv-transfer", {**named, **(transfer or {})}),
             "decode": ("moe-decode", {**named, "max_batch": 8}),
             "verify": ("spec-verify", {"draft": draft}),
         }
@@ -206,6 +207,10 @@ class Cluster:
 
     def decode(self, name: str) -> Any:
         return self.workers[name].by_name["decode"].stage
+
+    def engine(self, name: str) -> Any:
+        """Of a worker that has one."""
+        return self.workers[name].by_name["prefill" if name.startswith("prefill") else "decode"].stage.engine
 
     def leave(self, name: str, mode: str) -> None:
         """As a change does: nobody sends this instance anything new, and it's told to send away what it has."""
