@@ -1,4 +1,4 @@
-"""Trained shards to a checkpoint folder: routed experts in FP8 with block scales, the rest bfloat16, a manifest."""
+"""What was trained to folders that ship: a checkpoint with routed experts in FP8, or a draft head; with manifests."""
 
 from __future__ import annotations
 
@@ -7,12 +7,15 @@ import json
 import shutil
 from pathlib import Path
 
+import msgspec
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from flowinfer.engine import manifest
+from flowinfer.engine.draft.head import METADATA, read
 from flowinfer.engine.models.deepseek_v4.quant import quantize_fp8
+from flowinfer.train import cards
 from flowinfer.train.prepare import ASSISTANT, BOS, EOS, THINK, UNTHINK, USER
 
 # Turns as in DeepSeek-V4's format; no tools and no effort levels, which this model wasn't trained on.
@@ -61,6 +64,24 @@ def export(run: Path, tokenizer: Path, out: Path, *, source: str) -> None:
     _checksum(out, source)
 
 
+def export_head(trained: Path, target: Path, out: Path, *, source: str) -> None:
+    """A head's folder: draft.safetensors, which names its target's weights by digest, training.json, a manifest.
+
+    target is the folder of the model that the head was trained for. A README.md is written where there is none.
+    """
+    out.mkdir(parents=True, exist_ok=True)
+    config, tensors = read(trained / "draft.safetensors")
+    config = msgspec.structs.replace(config, digest=manifest.digest(target))
+    metadata = {"format": "pt", METADATA: msgspec.json.encode(config).decode()}
+    save_file(tensors, out / "draft.safetensors", metadata=metadata)
+    report = json.loads((trained / "report.json").read_text())
+    _write(out / "training.json", report)
+    if not (out / "README.md").exists():
+        size = (out / "draft.safetensors").stat().st_size
+        (out / "README.md").write_text(cards.head(config, report, size), encoding="utf-8")
+    _checksum(out, source)
+
+
 def _checksum(folder: Path, source: str) -> None:
     """A manifest without times: the folder is meant to be copied and versioned."""
     manifest.write(folder, source=source)
@@ -78,11 +99,18 @@ def _write(path: Path, content: object) -> None:
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--run", type=Path, required=True, help="folder that `run` wrote")
-    parser.add_argument("--tokenizer", type=Path, required=True, help="tokenizer.json that `prepare` wrote")
+    parser.add_argument("--run", type=Path, help="a model: the folder that `run` wrote")
+    parser.add_argument("--tokenizer", type=Path, help="a model: tokenizer.json that `prepare` wrote or kept")
+    parser.add_argument("--head", type=Path, help="a draft head: the folder that `heads` wrote")
+    parser.add_argument("--target", type=Path, help="a draft head: the folder of its model, exported")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
-    export(args.run, args.tokenizer, args.out, source="flowinfer.train")
+    if args.run and args.tokenizer:
+        export(args.run, args.tokenizer, args.out, source="flowinfer.train")
+    elif args.head and args.target:
+        export_head(args.head, args.target, args.out, source="flowinfer.train")
+    else:
+        parser.error("give --run and --tokenizer for a model, or --head and --target for a draft head")
 
 
 if __name__ == "__main__":

@@ -191,7 +191,7 @@ def main() -> None:
     args = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.manual_seed(args.seed)
-    model = Llama(args.model, device, torch.bfloat16)
+    model = Llama(args.model, device, torch.bfloat16 if device == "cuda" else torch.float32)
     tokenizer = Tokenizer.from_file(str(args.model / "tokenizer.json"))
     shards = sorted(args.chats.glob("shard-*.npz")) if args.chats else []
     chats = wanted(tokenizer, shards, args.share, random.Random(args.seed))

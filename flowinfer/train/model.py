@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from flowinfer.engine.models.deepseek_v4 import ops
 from flowinfer.engine.models.deepseek_v4.config import V4Config
+from flowinfer.train.sinkhorn import sinkhorn
 
 Rotation = tuple[Tensor, Tensor]
 
@@ -259,7 +260,12 @@ class Block(nn.Module):
         config = self.config
         weights = [getattr(self, f"hc_{site}_{part}") for part in ("fn", "base", "scale")]
         return ops.stream_weights(
-            x, *weights, iterations=config.sinkhorn_iterations, eps=config.hyper_eps, norm_eps=config.norm_eps
+            x,
+            *weights,
+            iterations=config.sinkhorn_iterations,
+            eps=config.hyper_eps,
+            norm_eps=config.norm_eps,
+            normalise=sinkhorn,
         )
 
 

@@ -134,7 +134,7 @@ def load_chats(paths: list[Path], *, size: int, least: int) -> Chats:
     for path in paths:
         data = np.load(path)
         tokens = data["tokens"]
-        spans = np.array(bounds(data), np.int64)
+        spans = np.array(bounds(data), np.int64).reshape(-1, 2)
         ends = np.append(spans[1:, 0], len(tokens))
         lengths, prompts = np.minimum(ends - spans[:, 0], size), spans[:, 1] - spans[:, 0]
         good = (lengths - prompts >= least) & (data["kind"] != LEFT_OUT)

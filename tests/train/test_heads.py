@@ -11,8 +11,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from flowinfer.engine import manifest
 from flowinfer.engine.draft import DraftHead, HeadConfig
-from flowinfer.train import heads, speculate
+from flowinfer.engine.draft.head import read
+from flowinfer.train import export, heads, speculate
 from flowinfer.train.anchors import anchors_of, block_hidden
 from flowinfer.train.targets import Chats, load_chats
 
@@ -155,3 +157,22 @@ def test_calibration_finds_the_heat_that_was_put_in() -> None:
     np.testing.assert_allclose(heats, wanted, rtol=0.3)
     after = speculate.cumulative_errors(honest * wanted, accepted, heats)
     assert max(after) < 0.02 < speculate.cumulative_errors(honest * wanted, accepted, [1.0] * 3)[0]
+
+
+def test_a_card_shows_what_was_measured(chats: Chats, tmp_path: Path) -> None:
+    target = Copycat()
+    head = made(target)
+    report = speculate.report(head, target, chats, anchors=32, device="cpu", seed=0)
+    head.save(tmp_path / "draft.safetensors")
+    whole = {"run": {"seed": 3, "seconds": 9.0, "device": "cpu"}, "torch": "2", "chats": 24, "held": 24, "log": []}
+    (tmp_path / "report.json").write_text(json.dumps(whole | report))
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    manifest.write(tmp_path / "model", source="test")
+    export.export_head(tmp_path, tmp_path / "model", tmp_path / "out", source="test")
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "| greedy | all |" in card and "\n---\n" in card
+    assert manifest.is_intact(tmp_path / "out", full=True)
+    config, tensors = read(tmp_path / "out" / "draft.safetensors")
+    assert config.digest == manifest.digest(tmp_path / "model")
+    assert set(tensors) == set(head.state_dict())

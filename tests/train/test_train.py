@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +17,12 @@ from safetensors.torch import save_file
 
 from flowinfer.engine import hub
 from flowinfer.engine.models import load_model
+from flowinfer.engine.models.deepseek_v4 import ops
 from flowinfer.engine.models.deepseek_v4.config import parse_v4
 from flowinfer.engine.step import StepInput
 from flowinfer.train import run
 from flowinfer.train.model import TrainableV4
+from flowinfer.train.sinkhorn import sinkhorn
 
 TINY = {
     **run.MINI,
@@ -109,3 +114,34 @@ def test_a_few_steps_lower_the_loss_and_shards_come_out(tmp_path: Path) -> None:
     run.save_shards(model.checkpoint(), tmp_path, most=100_000)
     sizes = [path.stat().st_size for path in tmp_path.glob("weights-*.safetensors")]
     assert len(sizes) > 1 and max(sizes) < 120_000
+
+
+@pytest.mark.parametrize("iterations", [1, 2, 20])
+def test_sinkhorn_has_the_gradient_of_its_loop(iterations: int) -> None:
+    torch.manual_seed(0)
+    comb = torch.rand(7, 3, 4, 4) + 0.05
+    one, other = comb.clone().requires_grad_(), comb.clone().requires_grad_()
+    wanted, mine = ops.sinkhorn(one, iterations, 1e-6), sinkhorn(other, iterations, 1e-6)
+    weight = torch.randn_like(comb)
+    (wanted * weight).sum().backward()
+    (mine * weight).sum().backward()
+    torch.testing.assert_close(mine, wanted)
+    torch.testing.assert_close(other.grad, one.grad, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_sinkhorns_kernels_compute_what_its_loop_does() -> None:
+    """In a process of its own: Triton's interpreter is chosen when Triton is imported."""
+    code = """if True:
+        import torch
+        from flowinfer.train import sinkhorn_triton as kernels
+        from flowinfer.train.sinkhorn import sinkhorn, sinkhorn_backward
+        torch.manual_seed(0)
+        comb, grad = torch.rand(70, 4, 4) + 0.05, torch.randn(70, 4, 4)
+        for iterations in (1, 2, 20):
+            torch.testing.assert_close(kernels.forward(comb, iterations, 1e-6), sinkhorn(comb, iterations, 1e-6))
+            mine = kernels.backward(comb, grad, iterations, 1e-6)
+            torch.testing.assert_close(mine, sinkhorn_backward(comb, grad, iterations, 1e-6), rtol=1e-4, atol=1e-5)
+    """
+    pytest.importorskip("triton")
+    subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ, "TRITON_INTERPRET": "1"})

@@ -233,7 +233,7 @@ class DraftHead(nn.Module):
 
     def attach(self, embed: Tensor, lm_head: Matrix) -> None:
         """Uses the target's embedding and output matrix, which stay the target's."""
-        self._embed = embed
+        self._embed = embed.detach()  # a parameter would become one of the head's
         self._lm_head = lm_head if callable(lm_head) and not isinstance(lm_head, Tensor) else _Product(lm_head)
 
     def _ready(self, embed: Tensor, lm_head: Matrix, device: torch.device | str, dtype: torch.dtype) -> DraftHead:

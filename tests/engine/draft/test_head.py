@@ -118,6 +118,12 @@ def test_a_file_holds_weights_sizes_and_temperatures(head: DraftHead, tmp_path: 
     torch.testing.assert_close(hotter[1].logit() * torch.tensor(head.config.temperatures), plain[1].logit())
 
 
+def test_the_targets_matrices_stay_the_targets(head: DraftHead) -> None:
+    names = set(head.state_dict())
+    head.attach(torch.nn.Parameter(EMBED), torch.nn.Parameter(EMBED))
+    assert set(head.state_dict()) == names
+
+
 def test_a_head_for_another_model_is_refused(head: DraftHead, tmp_path: Path) -> None:
     head.save(tmp_path / "draft.safetensors")
     with pytest.raises(ModelError, match=r"for tiny.*model's is"):
