@@ -9,7 +9,7 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from flowinfer.engine import hub
+from flowinfer.engine import heads, hub
 from flowinfer.engine.layout import KVLayout
 from flowinfer.engine.sources import ALIASES, BUNDLED
 from flowinfer.errors import ModelError
@@ -76,6 +76,7 @@ def show(model: str) -> None:
         "KV of a block": f"{format_bytes(layout.block_bytes)} for {layout.block_tokens} tokens",
         "KV of a token": f"{layout.token_bytes:g} B" + _by_group(layout),
         "KV of a request": ", ".join(_of_request(layout, n) for n in sorted({1, 1024, info.context_length})),
+        "draft head": heads.describe(model),
         "digest": info.digest,
     }
     for name, value in rows.items():

@@ -33,8 +33,18 @@ def shipped(model: str) -> Path | None:
     """The head that comes with a model: of the package, or a draft.safetensors in the model's own folder."""
     if model in HEADS:
         return HEADS[model] if HEADS[model].is_file() else None
-    folder = Path(model).expanduser()
-    return folder / HEAD if (folder / HEAD).is_file() else None
+    folder = _folder(model)
+    return folder / HEAD if folder and (folder / HEAD).is_file() else None
+
+
+def _folder(model: str) -> Path | None:
+    """Of a model that is here. A GGUF file is left alone: it would be converted first."""
+    if model.endswith(".gguf"):
+        return None
+    try:
+        return hub.resolve(model)
+    except ModelError:
+        return None
 
 
 def find(model: str, head: str) -> Path:
@@ -76,6 +86,21 @@ def read(path: Path) -> HeadInfo:
     return msgspec.structs.replace(info, num_params=sum(math.prod(shape) for shape in shapes))
 
 
+def describe(model: str) -> str:
+    """The model's own head, for people."""
+    path = shipped(model)
+    if path is None:
+        return "none: draft by ngram, suffix or model"
+    problem = misfit(model, "")
+    if problem is not None:
+        return problem.message
+    info = read(path)
+    size, layers = path.stat().st_size / 2**20, ", ".join(map(str, info.feature_layers))
+    return (
+        f"{info.block} tokens a pass, {info.num_params / 1e6:,.1f} M ({size:,.1f} MiB), reads layers {layers}: {path}"
+    )
+
+
 def misfit(model: str, head: str) -> ModelError | None:
     """Why the head can't draft for this model; None if it can, or if the model isn't here to be compared."""
     try:
@@ -83,10 +108,10 @@ def misfit(model: str, head: str) -> ModelError | None:
         info = read(path)
     except ModelError as error:
         return error
-    try:
-        target = hub.describe(hub.resolve(model))
-    except ModelError:
+    folder = _folder(model)
+    if folder is None:
         return None
+    target = hub.describe(folder)
     config, pairs = target.config, []
     for name in ("hidden_size", "vocab_size"):
         if getattr(config, name) != getattr(info, name):

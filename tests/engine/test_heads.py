@@ -104,6 +104,16 @@ def test_a_head_in_the_models_folder_is_found_and_changes_nothing_of_the_model(m
     load_model(folder, dtype="float32")  # its tensors aren't taken for the model's
 
 
+def test_a_head_is_described_for_people(model: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(model, folder)
+    assert heads.describe(str(folder)).startswith("none")
+    save(folder / "draft.safetensors", model, block=4)
+    assert heads.describe(str(folder)).startswith("4 tokens a pass") and "layers 0, 1" in heads.describe(str(folder))
+    save(folder / "draft.safetensors", model, hidden_size=32)
+    assert "hidden_size 32" in heads.describe(str(folder))
+
+
 def test_heads_that_ship_suit_their_models() -> None:
     for name, path in sources.HEADS.items():
         if path.is_file():
