@@ -23,6 +23,7 @@ class FakeContext:
     def __init__(self, stage: str = "stage") -> None:
         self.stage = stage
         self.worker, self.generation, self.device, self.threads = "front.0", 1, "cpu", 1
+        self.kernels = ""
         self.time = FakeClock()
         self.clock: Clock = self.time
         self.listener: socket.socket | None = None

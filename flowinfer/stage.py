@@ -173,6 +173,7 @@ class Context(Protocol):
     generation: int  # rises each time the worker is started again
     device: str  # "cpu", "cuda:0"
     threads: int
+    kernels: str  # with batch_invariant, the kernel set that makes blocks equal; else ""
     clock: Clock
     listener: socket.socket | None  # the service's listening socket, in the front worker
 

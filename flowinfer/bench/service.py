@@ -13,6 +13,7 @@ import numpy as np
 from flowinfer.engine.engine import Engine
 from flowinfer.engine.layout import KVLayout
 from flowinfer.errors import FlowInferError
+from flowinfer.graph.kernel_set import kernel_set
 from flowinfer.graph.plan import EdgePlan, Plan, StagePlan, WorkerPlan
 from flowinfer.message import Ended, Event, Failure, Finish, Message, Prompt, Sampling, Tokens
 from flowinfer.runtime.clock import SystemClock
@@ -96,6 +97,7 @@ class EngineService:
         max_tokens: int,
         chunk: int,
         verify: dict[str, Any] | None = None,
+        batch_invariant: bool = False,
     ) -> None:
         """verify: settings of spec-verify, which else drafts nothing."""
         named = {"model": model, "dtype": dtype}
@@ -114,6 +116,7 @@ class EngineService:
         plan = Plan(
             name="bench", digest="", file="", stages=stages, edges=edges,
             workers={"front": WorkerPlan(name="front", stages=tuple(stages))},
+            kernels=kernel_set(device.partition(":")[0]) if batch_invariant else "",
         )  # fmt: skip
         self._num_sent = 0
         self.sent: list[str] = []

@@ -25,10 +25,11 @@ from flowinfer.engine.held import HeldKV, Run
 from flowinfer.engine.layout import DTYPE_BYTES, KVLayout
 from flowinfer.engine.models import load_model
 from flowinfer.engine.pool import KVPool
-from flowinfer.engine.staging import Staging
 from flowinfer.engine.prefixes import Prefixes, mode_of
+from flowinfer.engine.staging import Staging
 from flowinfer.engine.step import Features, Replays, StepInput
 from flowinfer.errors import ModelError
+from flowinfer.graph.kernel_set import kernel_set
 from flowinfer.message import (
     BlockRemoved,
     BlockStored,
@@ -62,8 +63,10 @@ class Engine:
         path = hub.resolve(model)
         torch.set_num_threads(ctx.threads)
         self.ctx = ctx
-        self.model = load_model(path, dtype=dtype, device=ctx.device)
-        self.layout: KVLayout = hub.describe(path).layout(str(self.model.dtype).removeprefix("torch."))
+        kernels = _kernels_of(ctx)
+        self.model = load_model(path, dtype=dtype, device=ctx.device, batch_invariant=bool(kernels))
+        stored = str(self.model.dtype).removeprefix("torch.")
+        self.layout: KVLayout = hub.describe(path).layout(stored, kernels=kernels)
         arena = sized_arena(ctx.arena(self.layout), self.layout, ctx.device)
         self.kv = _arena_tensor(arena, self.layout, ctx.device)
         self.staging = Staging(self.kv, self.layout)
@@ -426,6 +429,17 @@ def _replays(runs: Sequence[Run]) -> Replays | None:
     ranges = [run.held.replay if run.start < run.held.replay.stop else range(0) for run in runs]
     starts, stops = ([part.start for part in ranges], [part.stop for part in ranges])
     return Replays(np.array(starts, np.int32), np.array(stops, np.int32))
+
+
+def _kernels_of(ctx: Context) -> str:
+    """The plan's kernel set with batch_invariant. Raises ModelError where this worker computes by another one."""
+    planned: str = getattr(ctx, "kernels", "")
+    if planned and (own := kernel_set(ctx.device.partition(":")[0])) != planned:
+        raise ModelError(
+            f"batch_invariant: this worker computes by {own!r}, the service was planned for {planned!r}.",
+            help="Give all workers with a model one kind of device and the same packages.",
+        )
+    return planned
 
 
 def query_starts(counts: Ids, num_tokens: int) -> Ids:

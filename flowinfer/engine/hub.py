@@ -58,8 +58,8 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
         """The dtype that `wanted` means for this model: auto is the file's own."""
         return self.config.dtype if wanted == "auto" else wanted
 
-    def layout(self, dtype: str = "auto") -> KVLayout:
-        """The shape of this model's KV in the given dtype."""
+    def layout(self, dtype: str = "auto", *, kernels: str = "") -> KVLayout:
+        """The shape of this model's KV in the given dtype. kernels: as in KVLayout."""
         grouped = self.config if isinstance(self.config, V4Config) else None
         return KVLayout(
             model=self.digest,
@@ -70,6 +70,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
             block_tokens=grouped.block_tokens if grouped else BLOCK_TOKENS,
             sections=grouped.sections() if grouped else (),
             window=grouped.window if grouped else 0,
+            kernels=kernels,
         )
 
 

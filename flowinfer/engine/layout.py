@@ -37,6 +37,7 @@ class KVLayout(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     Where sections are given, a block is those, one after the other, instead: first what every token behind it may read
     (compressed entries), then what only the next `window` tokens and the next group do.
     model is the digest of weights and configuration, so that blocks of other weights never match.
+    kernels: with batch_invariant, what computed the bytes (graph.kernel_set), so that blocks of others never match.
     """
 
     model: str
@@ -48,6 +49,7 @@ class KVLayout(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     tensor_parallel: int = 1
     sections: tuple[KVSection, ...] = ()
     window: int = 0
+    kernels: str = ""
 
     @property
     def block_bytes(self) -> int:

@@ -7,6 +7,7 @@ from flowinfer.graph.agreement import check_beside, check_conflicts, check_dispa
 from flowinfer.graph.build import build_graph
 from flowinfer.graph.connections import check_answers, check_loops, check_ports
 from flowinfer.graph.facets import FacetFlow, check_facets
+from flowinfer.graph.invariance import check_invariance
 from flowinfer.graph.kv_edges import check_transports
 from flowinfer.graph.model import Graph
 from flowinfer.graph.placement import check_network, check_wires, check_workers
@@ -47,6 +48,7 @@ def check_one(document: Document) -> Graph:
     apart = check_beside(graph)
     check_models(graph)
     check_weights(graph)
+    check_invariance(graph)
     check_workers(graph)
     check_wires(graph, apart)
     check_network(graph)

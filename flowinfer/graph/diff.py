@@ -88,7 +88,9 @@ class _Comparison:
         self.old, self.raw, self.new, self.load, self.num_gpus = old, new, settled(old, new), load, num_gpus
 
     def diff(self) -> Diff:
-        parts = (self._experiment, self._stages, self._edges, self._workers, self._serve, self._network)
+        parts = (
+            self._experiment, self._stages, self._edges, self._workers, self._serve, self._network, self._kernels
+        )  # fmt: skip
         return Diff(changes=tuple(change for part in parts for change in part()), kept=tuple(self._kept()))
 
     # -- stages --------------------------------------------------------------------------------------------------------
@@ -311,6 +313,12 @@ class _Comparison:
             how = "how workers reach each other is fixed while they run; start the service anew"
             before, after = self.old.network.transport, self.new.network.transport
             yield Change(path="network", before=before, after=after, kind="refused", how=how)
+
+    def _kernels(self) -> Iterator[Change]:
+        was, now = bool(self.old.kernels), bool(self.new.kernels)
+        if was != now:
+            how = "blocks of both kinds of arithmetic would stand side by side; start the service anew"
+            yield Change(path="batch_invariant", before=was, after=now, kind="refused", how=how)
 
     def _kept(self) -> Iterator[str]:
         for name in self.new.workers.keys() & self.raw.workers:

@@ -110,7 +110,10 @@ class ExperimentPlan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
-    """A checked service. digest names the document that it came from; epoch rises with each live change."""
+    """A checked service. digest names the document that it came from; epoch rises with each live change.
+
+    kernels: with batch_invariant, what computes here, see `kernel_set`; blocks of another set are never reused.
+    """
 
     name: str
     digest: str
@@ -122,6 +125,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     network: NetworkPlan = NetworkPlan()
     allow_local: bool = False
     epoch: int = 1
+    kernels: str = ""
     experiment: ExperimentPlan | None = None
 
     def log_level(self, worker: str) -> str:

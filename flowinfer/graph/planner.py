@@ -14,6 +14,7 @@ from flowinfer.graph.agreement import lanes_of, unit_of
 from flowinfer.graph.checker import check
 from flowinfer.graph.facets import FacetFlow
 from flowinfer.graph.inherit import filled_root
+from flowinfer.graph.invariance import kernels_of
 from flowinfer.graph.model import Graph, StageNode, Wire
 from flowinfer.graph.placement import workers
 from flowinfer.graph.plan import API, FRONT, EdgePlan, NetworkPlan, Plan, ServePlan, StagePlan, WorkerPlan
@@ -72,6 +73,7 @@ def _plan(graph: Graph) -> Plan:
         serve=_serve(document),
         network=_network(document),
         allow_local=document.allow_local,
+        kernels=kernels_of(graph) if document.sections.batch_invariant else "",
     )
 
 

@@ -43,17 +43,17 @@ def model_layouts(plan: Plan, load: Loader) -> dict[str, list[KVLayout]]:
             cls = load(stage)
             model = make_config(cls, stage).contract().model
             if model is not None and model.weights:
-                layout = _layout(stage, model)
+                layout = _layout(stage, model, plan.kernels)
                 if layout not in found.setdefault(name, []):
                     found[name].append(layout)
     return found
 
 
-def _layout(stage: StagePlan, model: ModelUse) -> KVLayout:
+def _layout(stage: StagePlan, model: ModelUse, kernels: str) -> KVLayout:
     from flowinfer.engine import hub
 
     try:
-        return hub.describe(hub.resolve(model.model)).layout(model.dtype)
+        return hub.describe(hub.resolve(model.model)).layout(model.dtype, kernels=kernels)
     except FlowInferError as error:
         raise stage_error(stage, error) from error
 

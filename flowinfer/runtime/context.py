@@ -29,6 +29,7 @@ class StageContext:
         self.generation: int = group.generation
         self.device: str = group.host.device
         self.threads: int = group.host.threads
+        self.kernels: str = group.plan.kernels
         self.clock: Clock = group.clock
         self.listener: socket.socket | None = group.host.listener
 

@@ -284,6 +284,8 @@ class Spec(Section):
     """A file that this one is laid over, relative to this one."""
     vars: dict[str, Any] | None = None
     """Values that "${name}" stands for."""
+    batch_invariant: bool = False
+    """A request gets the same bytes alone and in any batch, cold and after a prefix hit, with and without drafts."""
     serve: Serve | None = None
     workers: dict[Name, Worker | None] | None = None
     stages: dict[Name, StageEntry] = Field(default_factory=dict)

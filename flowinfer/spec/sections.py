@@ -24,6 +24,7 @@ class Sections:
     """What of the file is well-formed. broken: names of stages and sections that aren't: nothing follows."""
 
     name: str = "service"
+    batch_invariant: bool = False
     serve: Serve = field(default_factory=Serve)
     network: Network = field(default_factory=Network)
     experiment: Experiment | None = None
@@ -55,6 +56,7 @@ class _SectionReader:
         self.check_keys()
         return Sections(
             name=self.name(),
+            batch_invariant=self.switch("batch_invariant"),
             serve=self.section("serve", Serve) or Serve(),
             network=self.section("network", Network) or Network(),
             experiment=self.section("experiment", Experiment),
@@ -99,6 +101,15 @@ class _SectionReader:
         help = "Start with a letter a-z; then letters, digits, - and _, at most 63 in all."
         self.problem("FI212", f"`{name}` can't be a name.", mark, help)
         return False
+
+    def switch(self, key: str) -> bool:
+        node = self.root.map.get(key)
+        if node is None or node.value is None:
+            return False
+        if not isinstance(node.value, bool):
+            self.problem("FI203", f"`{key}` is true or false, not {node.plain()!r}.", node.mark)
+            return False
+        return node.value
 
     def section(self, key: str, model: type[Any]) -> Any:
         node = self.root.map.get(key)

@@ -241,7 +241,8 @@ class CacheLookup(Stage):
         if not self.config.model:
             raise StageError(self.ctx.stage, "no model is set.", help="Set `model:` to the model that prefill runs.")
         try:
-            layout = hub.describe(hub.resolve(self.config.model)).layout(self.config.dtype)
+            kernels = getattr(self.ctx, "kernels", "")
+            layout = hub.describe(hub.resolve(self.config.model)).layout(self.config.dtype, kernels=kernels)
         except ModelError as error:
             raise StageError(self.ctx.stage, error.message, help=error.help) from error
         return layout.namespace(approximate=self.config.replay == "bounded"), layout.block_tokens
