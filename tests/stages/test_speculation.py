@@ -247,3 +247,38 @@ def test_the_cheat_is_told_of_every_row_that_holds(
     drafter: Cheat = verify.drafting.drafter
     total = sum(len(tokens) for tokens in plain.values())
     assert total - 8 * len(plain) <= drafter.num_rows < total  # but for the last step of each, which ends it
+
+
+def mini_requests(count: int, max_tokens: int) -> list[Prompt]:
+    """Prompts that end shortly before a group of 4 or 128 or a block does."""
+    lengths = (126, 253, 118, 7, 384, 131)
+    rng = random.Random(5)
+    return [
+        prompt(
+            f"m{n}",
+            rng.choices(range(300, 8000), k=lengths[n]),
+            max_tokens=max_tokens,
+            temperature=(0.0, 0.8)[n % 2],
+            seed=n,
+        )
+        for n in range(count)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("count", "max_tokens"), [(2, 16), pytest.param(6, 150, marks=pytest.mark.slow)], ids=["short", "long"]
+)
+def test_flowinfer_mini_gives_the_same_tokens_with_drafts_of_any_length(
+    count: int, max_tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts = mini_requests(count, max_tokens)
+    alone = Service("flowinfer-mini", num_blocks=24)
+    alone.send(*prompts)
+    answers = alone.finish(p.id for p in prompts)
+    cheat(monkeypatch, answers, lengths="random", wrong=0.15)
+    service = Service("flowinfer-mini", num_blocks=24)
+    service.send(*prompts)
+    assert service.finish(p.id for p in prompts) == answers
+    assert sum(service.client.ended[p.id].accepted_tokens for p in prompts) > 0
+    assert service.decode.num_steps < alone.decode.num_steps
+    check_clean(service)
