@@ -43,7 +43,7 @@ project. The head is under Apache-2.0.
 ## Acceptance on held-out chats
 
 Tokens accepted of {config.block}, the bonus token not counted, and the share accepted at each position of those that
-are reached. Measured by running the target over the drafts, at anchors drawn evenly from {report["held"]:,} held-out chats,
+are reached. Measured by running the target over the drafts, at anchors drawn from {report["held"]:,} held-out chats,
 with context from the answer's start on; the text before the anchor is the chat's, not the target's own.
 
 {table(report["acceptance"])}
