@@ -73,11 +73,11 @@ class Drafting:
 
     # ------------------------------------------------------------------------------------------ what a step has shown
 
-    def timed(self, step: Logits) -> None:
-        """Tells the schedule how long the step took. Before its tokens are taken."""
+    def timed(self, step: Logits, judged_s: float) -> None:
+        """Tells the schedule how long the step took: the model, and the judgement of its rows (judged_s seconds)."""
         if self.drafter and step.seconds > 0:
             context = float(self.batch.num_tokens[step.slots].mean())
-            self.schedule.timed(int(step.starts[-1]), step.seconds, context)
+            self.schedule.timed(int(step.starts[-1]), step.seconds + judged_s, context)
 
     def observe(self, step: Logits, slots: Ids, first_rows: Ids, counts: Ids) -> None:
         """slots[i] goes on, with counts[i] new tokens: the first counts[i] of its rows ran what is history now."""
@@ -134,10 +134,13 @@ class Drafting:
         if own is not None:
             said = own[:, : self.max_drafts]
             self.said[slots] = said
-            self.confidences[slots] = said if self.drafter.calibrated else self.calibration.apply(said)
+            believed = said if self.drafter.calibrated else self.calibration.apply(said)
+            self.confidences[slots] = believed * (said > 0)
             confidences = self.confidences[slots].astype(np.float64)
         room = self.limit[slots] - num_tokens - 1  # verifying k drafts may give k + 1 tokens
         limits = np.where(found, np.minimum(room, self.max_drafts), 0)
+        if own is not None:  # no drafter means a draft that it gives no chance at all
+            limits = np.minimum(limits, np.logical_and.accumulate(said > 0, axis=1).sum(1))
         counts = ones + self.schedule.choose(confidences, limits.astype(np.int64)).astype(np.int32)
         constrained = self.sampler.constrained
         if constrained:  # a draft that the grammar refuses would only cost a row

@@ -6,6 +6,7 @@ Owns the output history of the batch (tokens, num_tokens); slots and KV are moe-
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Collection, Iterable
 from functools import partial
 from typing import TYPE_CHECKING, Literal, NamedTuple
@@ -157,9 +158,10 @@ class SpecVerify(Stage):
         """Tokens of each step of the batch, and one proposal for what runs next."""
         proposed = []
         for one in logits:
-            self.drafting.timed(one)
             self._take_joined(one.slots)
+            began = time.perf_counter()
             verdict = self._judge(one)
+            self.drafting.timed(one, time.perf_counter() - began)
             if verdict.slots.size:
                 yield self._tokens(one, verdict)
                 proposed.append((one.step, verdict.slots[verdict.reasons == RUNS]))
