@@ -44,6 +44,38 @@ def save_random_llama(folder: Path, vocab_size: int, context: int) -> None:
     LlamaForCausalLM(config).save_pretrained(folder)
 
 
+def save_random_v4(folder: Path, vocab_size: int, context: int) -> None:
+    """A small DeepSeek-V4 of random weights with all kinds of layers."""
+    from transformers import DeepseekV4Config, DeepseekV4ForCausalLM
+
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    config = DeepseekV4Config(
+        vocab_size=vocab_size,
+        hidden_size=32,
+        moe_intermediate_size=32,
+        num_hidden_layers=3,
+        num_attention_heads=2,
+        head_dim=32,
+        q_lora_rank=16,
+        num_experts_per_tok=2,
+        n_routed_experts=4,
+        o_groups=2,
+        o_lora_rank=16,
+        index_n_heads=4,
+        index_head_dim=16,
+        index_topk=16,
+        layer_types=["sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"],
+        num_hash_layers=1,
+        max_position_embeddings=context,
+        qk_rope_head_dim=8,
+        initializer_range=0.3,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
+    DeepseekV4ForCausalLM(config).save_pretrained(folder)
+
+
 class Client(Stage):
     """Sends prompts and keeps the tokens that come back."""
 

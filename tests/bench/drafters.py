@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import pytest
 import torch
 from numpy.typing import NDArray
 
@@ -16,6 +15,9 @@ from flowinfer.engine.draft import DraftHead, HeadConfig
 from flowinfer.message import Ids
 from flowinfer.stages.spec_verify import stage
 from flowinfer.stages.spec_verify.drafts import Choose, Guesses, Ran
+
+if TYPE_CHECKING:
+    import pytest
 
 
 def save_random_head(model: Path, file: Path, **sizes: Any) -> None:

@@ -6,8 +6,7 @@ import random
 from pathlib import Path
 
 import pytest
-import torch
-from decode_loop import Service, prompt
+from decode_loop import Service, prompt, save_random_v4
 
 from flowinfer.message import Prompt
 
@@ -30,35 +29,8 @@ def alone(model: Path, prompts: list[Prompt]) -> dict[str, list[int]]:
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from transformers import DeepseekV4Config, DeepseekV4ForCausalLM
-
-    torch.set_num_threads(1)
-    torch.manual_seed(0)
     folder = tmp_path_factory.mktemp("v4")
-    config = DeepseekV4Config(
-        vocab_size=VOCAB,
-        hidden_size=32,
-        moe_intermediate_size=32,
-        num_hidden_layers=3,
-        num_attention_heads=2,
-        head_dim=32,
-        q_lora_rank=16,
-        num_experts_per_tok=2,
-        n_routed_experts=4,
-        o_groups=2,
-        o_lora_rank=16,
-        index_n_heads=4,
-        index_head_dim=16,
-        index_topk=16,
-        layer_types=["sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"],
-        num_hash_layers=1,
-        max_position_embeddings=CONTEXT,
-        qk_rope_head_dim=8,
-        initializer_range=0.3,
-        bos_token_id=1,
-        eos_token_id=2,
-    )
-    DeepseekV4ForCausalLM(config).save_pretrained(folder)
+    save_random_v4(folder, VOCAB, CONTEXT)
     return folder
 
 
