@@ -24,6 +24,7 @@ from flowinfer.engine.models.deepseek_v4.config import V4Config, parse_v4
 from flowinfer.train.model import TrainableV4
 
 BOS_ID = 0
+HELD_ROWS = 8  # sequences of held-out text that are measured
 SLIDING, SPARSE, HEAVY = "sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"
 MINI: dict[str, Any] = {
     "architectures": ["DeepseekV4ForCausalLM"],
@@ -199,7 +200,7 @@ def train(args: argparse.Namespace, config: V4Config) -> tuple[TrainableV4, list
                 "seconds": round(elapsed, 1),
                 "loss": round(loss.item(), 4),
                 "index": round(index.item(), 4),
-                "held_out": round(evaluate(model, held, args.batch, args.size, context, device), 4),
+                "held_out": round(evaluate(model, held, HELD_ROWS, args.size, context, device), 4),
                 "peak": round(max(peaks), 2) if peaks else 0.0,
             }
             log.append(entry)
@@ -209,7 +210,7 @@ def train(args: argparse.Namespace, config: V4Config) -> tuple[TrainableV4, list
     for path in sorted(args.data.glob("held_*.npz")):
         part = np.load(path)["tokens"]
         if len(part) > args.size:
-            last[path.stem] = round(evaluate(model, part, args.batch, args.size, context, device), 4)
+            last[path.stem] = round(evaluate(model, part, HELD_ROWS, args.size, context, device), 4)
     log.append(last)
     print(json.dumps(last), flush=True)
     return model, log
