@@ -85,7 +85,7 @@ def requests(**sampling: Any) -> list[Prompt]:
 
 def answers(one: Service, prompts: list[Prompt]) -> dict[str, list[int]]:
     one.send(*prompts)
-    found = one.finish(p.id for p in prompts)
+    found = one.finish((p.id for p in prompts), seconds=300)
     one.turn(2)
     assert one.pool.num_free == one.pool.num_blocks
     return found
