@@ -13,7 +13,7 @@ from torch import Tensor
 
 from flowinfer.engine.models.config import ModelConfig
 from flowinfer.engine.models.invariant import Invariance
-from flowinfer.engine.models.linear import Projection, make_linear
+from flowinfer.engine.models.linear import Make, Projection, make_linear
 from flowinfer.engine.models.moe import ExpertFFN, GatedFFN, StackedExperts
 from flowinfer.engine.models.rope import Rope, rotate
 from flowinfer.engine.step import StepInput
@@ -53,6 +53,7 @@ class Model:
         self.expert_load_LE: Tensor | None = None  # what its expert layers add to, where there are any
         self.invariance: Invariance | None = None  # where bytes mustn't depend on the batch
         self._sizes: Sizes | None = None
+        self.make_head: Make = make_linear
         self._head_VH: Tensor | None = head_VH
         self._head: Projection | None = None
         self._rope = rope
@@ -139,6 +140,5 @@ class Model:
         """The head is packed at its first use: a prefill worker never pays its memory."""
         if self._head is None:
             assert self._head_VH is not None
-            make = make_linear if self.invariance is None else self.invariance.linear
-            self._head, self._head_VH = make(self._head_VH), None
+            self._head, self._head_VH = self.make_head(self._head_VH, None), None
         return self._head(x_RH).float()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -13,6 +14,9 @@ class Projection(Protocol):
     """Maps [T, in] to [T, out]."""
 
     def __call__(self, x_TI: Tensor) -> Tensor: ...
+
+
+Make = Callable[[Tensor, Tensor | None], Projection]  # of a weight [out, in] and a bias [out]
 
 
 class Linear:

@@ -14,9 +14,10 @@ from flowinfer.engine.models.config import ModelConfig, read_config
 from flowinfer.engine.models.decoder import Layer, Model
 from flowinfer.engine.models.deepseek_v4.config import V4Config
 from flowinfer.engine.models.invariant import Invariance
-from flowinfer.engine.models.linear import Projection, make_linear
+from flowinfer.engine.models.linear import Make, Projection, make_linear
 from flowinfer.engine.models.moe import ExpertFFN, GatedFFN, StackedExperts, zero_load
 from flowinfer.engine.models.named import RandomWeights, wants_random
+from flowinfer.engine.models.quantized import parse, quantizing, refuse_device
 from flowinfer.engine.models.rope import Rope
 from flowinfer.engine.weights import Weights
 from flowinfer.errors import ModelError
@@ -31,36 +32,65 @@ _HARMLESS = (".rotary_emb.inv_freq", ".masked_bias", ".attn.bias")
 
 
 def load(
-    folder: Path, *, dtype: str, device: str, progress: Progress | None = None, batch_invariant: bool = False
+    folder: Path,
+    *,
+    dtype: str,
+    device: str,
+    progress: Progress | None = None,
+    batch_invariant: bool = False,
+    weights: str = "checkpoint",
 ) -> Model | V4Model:
     """The model on the device. dtype "auto" is the file's own. Raises ModelError naming file, field or tensor.
 
-    batch_invariant: a token's bytes don't depend on what runs beside it, see `invariant`.
+    batch_invariant: a token's bytes don't depend on what runs beside it, see `invariant`.  weights: see `quantized`.
     """
     config = read_config(folder)
     chosen = config.dtype if dtype == "auto" else dtype
     if chosen not in DTYPES:
         raise ModelError(f"{folder}: dtype {chosen!r} isn't supported.", help=f"Choose {' or '.join(DTYPES)}.")
     invariance = Invariance(torch.device(device), DTYPES[chosen]) if batch_invariant else None
+    pack = _packing(weights, torch.device(device), invariance)
     if wants_random(folder):
         with torch.inference_mode():
             random = RandomWeights(dtype=DTYPES[chosen], device=torch.device(device))
-            return _Loader(config, random, invariance).model(progress)
-    with Weights(folder, dtype=DTYPES[chosen], device=torch.device(device)) as weights, torch.inference_mode():
+            return _Loader(config, random, invariance, pack).model(progress)
+    with Weights(folder, dtype=DTYPES[chosen], device=torch.device(device)) as files, torch.inference_mode():
         if isinstance(config, V4Config):
             from flowinfer.engine.models.deepseek_v4.load import build  # here: other families don't pay for it
 
-            return build(config, weights, progress, invariance)
-        return _Loader(config, weights, invariance).model(progress)
+            return build(config, files, progress, invariance, pack)
+        return _Loader(config, files, invariance, pack).model(progress)
+
+
+def _packing(weights: str, device: torch.device, invariance: Invariance | None) -> Make | None:
+    """What makes the products of large matrices where `weights` says so. Raises ModelError for a GPU."""
+    how = parse(weights)
+    if how is None:
+        return None
+    refuse_device(device, weights)
+    pack = quantizing(how)
+    if invariance is None:
+        return pack
+
+    def make(weight_OI: Tensor, bias_O: Tensor | None = None) -> Projection:
+        return invariance.wrap(pack(weight_OI, bias_O), weight_OI.shape, weight_OI.dtype, bias=bias_O is not None)
+
+    return make
 
 
 class _Loader:
     def __init__(
-        self, config: ModelConfig, weights: Weights | RandomWeights, invariance: Invariance | None = None
+        self,
+        config: ModelConfig,
+        weights: Weights | RandomWeights,
+        invariance: Invariance | None = None,
+        pack: Make | None = None,
     ) -> None:
         self.config = config
         self.weights = weights
         self.invariance = invariance
+        self.make: Make = make_linear if invariance is None else invariance.linear  # of what stays as it is
+        self.pack = pack or self.make
         self.fused = _can_fuse(weights.device, weights.dtype)
         if invariance is not None and weights.device.type != "cpu" and not self.fused:
             raise ModelError(
@@ -72,6 +102,7 @@ class _Loader:
     def model(self, progress: Progress | None) -> Model:
         model = self._built(progress)
         model.expert_load_LE = self.load_LE
+        model.make_head = self.pack
         if self.invariance is not None:
             model.keep_invariant(self.invariance)
         return model
@@ -128,7 +159,8 @@ class _Loader:
         mixtral = config.family.moe == "mixtral"
         block = f"{name}block_sparse_moe." if mixtral else f"{name}mlp."
         parts = ("w1", "w3", "w2") if mixtral else ("gate_proj", "up_proj", "down_proj")
-        router = self._linear([f"{block}gate"], config.hidden_size, config.num_experts)
+        gate = self.weights.take(f"{block}gate.weight", (config.num_experts, config.hidden_size))
+        router = self.make(self._own(gate), None)
         if self.fused:
             weights = self._stacked(f"{block}experts.", parts)
             return StackedExperts(
@@ -162,8 +194,7 @@ class _Loader:
         rows = [self.weights.take(f"{name}.weight", (size, size_in)) for name, size in pairs]
         weight = torch.cat(rows) if len(rows) > 1 else self._own(rows[0])
         biases = [self.weights.take(f"{name}.bias", (size,)) for name, size in pairs] if bias else []
-        make = make_linear if self.invariance is None else self.invariance.linear
-        return make(weight, torch.cat(biases) if biases else None)
+        return self.pack(weight, torch.cat(biases) if biases else None)
 
     def _vector(self, name: str, size: int) -> Tensor:
         return self._own(self.weights.take(name, (size,)))

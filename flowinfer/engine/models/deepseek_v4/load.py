@@ -18,7 +18,7 @@ from flowinfer.engine.models.deepseek_v4.model import Hyper, Layer, V4Model
 from flowinfer.engine.models.deepseek_v4.ops import frequencies
 from flowinfer.engine.models.deepseek_v4.quant import dequantize, info_of
 from flowinfer.engine.models.invariant import Invariance
-from flowinfer.engine.models.linear import Projection, make_linear
+from flowinfer.engine.models.linear import Make, Projection, make_linear
 from flowinfer.engine.models.moe import zero_load
 from flowinfer.engine.weights import Weights
 from flowinfer.errors import ModelError
@@ -31,6 +31,7 @@ def build(
     weights: Weights,
     progress: Callable[[int, int], None] | None,
     invariance: Invariance | None = None,
+    pack: Make | None = None,
 ) -> V4Model:
     """The model of an open checkpoint. Raises ModelError naming a missing, misshapen or unknown tensor."""
     if invariance is not None and weights.device.type != "cpu":
@@ -38,15 +39,18 @@ def build(
             "batch_invariant: DeepSeek-V4 keeps it on CPUs only; on a GPU its products are the library's.",
             help="Use `device: cpu`, or leave batch_invariant out.",
         )
-    return _Loader(config, weights, invariance).model(progress)
+    return _Loader(config, weights, invariance, pack).model(progress)
 
 
 class _Loader:
-    def __init__(self, config: V4Config, weights: Weights, invariance: Invariance | None) -> None:
+    def __init__(
+        self, config: V4Config, weights: Weights, invariance: Invariance | None, pack: Make | None = None
+    ) -> None:
         self.config = config
         self.weights = weights
         self.invariance = invariance
-        self.make = make_linear if invariance is None else invariance.linear
+        self.make: Make = make_linear if invariance is None else invariance.linear  # compressors and indexer: as stored
+        self.pack = pack or self.make
         self.main = frequencies(config.main_rope, config.rope_dim).to(weights.device)
         self.wide = frequencies(config.compress_rope, config.rope_dim).to(weights.device)
         self.load_LE = zero_load(config, weights.device)
@@ -66,7 +70,7 @@ class _Loader:
         collapse = self.mixing(*(self.exact(name, shape) for name, shape in zip(hyper, shapes, strict=True)))
         norm = self.exact("norm.weight", (hidden,))
         self.weights.finish(ignore=("head.weight",) if config.tied_embeddings else (), skip=_IGNORED)
-        model = V4Model(config, embed, layers, collapse, norm, self.make(head))
+        model = V4Model(config, embed, layers, collapse, norm, self.pack(head, None))
         model.expert_load_LE = self.load_LE
         return model
 
@@ -101,8 +105,8 @@ class _Loader:
         if sparse:
             indexer = Indexer(
                 self.compressor(f"{name}indexer.compressor.", rate, c.index_dim, overlap=True),
-                self.linear(f"{name}indexer.wq_b", c.index_heads * c.index_dim, c.q_rank),
-                self.linear(f"{name}indexer.weights_proj", c.index_heads, c.hidden_size),
+                self.make(self.matrix(f"{name}indexer.wq_b", c.index_heads * c.index_dim, c.q_rank), None),
+                self.make(self.matrix(f"{name}indexer.weights_proj", c.index_heads, c.hidden_size), None),
                 c.index_heads,
             )
         return Attention(
@@ -128,7 +132,7 @@ class _Loader:
         channels, hidden = size * (2 if overlap else 1), self.config.hidden_size
         both = torch.cat([self.matrix(f"{name}{part}", channels, hidden) for part in ("wkv", "wgate")])
         return Compressor(
-            project=self.make(both),
+            project=self.make(both, None),
             bias=self.exact(f"{name}ape", (rate, channels)),
             norm_D=self.exact(f"{name}norm.weight", (size,)),
             overlap=overlap,
@@ -158,12 +162,12 @@ class _Loader:
         width, hidden = self.config.expert_size, self.config.hidden_size
         gate_up = torch.cat([self.matrix(f"{name}{part}", width, hidden) for part in ("w1", "w3")])
         silu = F.silu if self.invariance is None else self.invariance.silu
-        return Expert(self.make(gate_up), self.linear(f"{name}w2", hidden, width), self.config.swiglu_limit, silu)
+        return Expert(self.pack(gate_up, None), self.linear(f"{name}w2", hidden, width), self.config.swiglu_limit, silu)
 
     # ---------------------------------------------------------------------------------------------------- raw tensors
 
     def linear(self, name: str, rows: int, columns: int) -> Projection:
-        return self.make(self.matrix(name, rows, columns))
+        return self.pack(self.matrix(name, rows, columns), None)
 
     def matrix(self, name: str, rows: int, columns: int) -> Tensor:
         """A weight in the model's dtype, dequantized where the file has scales for it."""

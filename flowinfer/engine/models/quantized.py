@@ -1,0 +1,146 @@
+"""Weights of 4 or 8 bits on a CPU, quantized as they are loaded. Knows nothing of models.
+
+One or a few rows are multiplied by torch's packed products, which read a quarter or half of the bytes; more rows by
+the same numbers in the model's dtype, which the processor's matrix units take faster: a second copy, which
+`int4-only` and `int8-only` do without. So the number of rows changes speed and rounding, never the weights.
+
+int4: 16 levels between the least and the largest of GROUP weights of a row, a scale and an offset a group.
+int8: 255 levels around zero, a scale a row. Dimensions: O rows out, I columns in, G groups of a row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from flowinfer.engine.models.linear import Make, Projection, make_linear
+from flowinfer.errors import ModelError
+
+Weights = Literal["checkpoint", "int8", "int4", "int8-only", "int4-only"]
+
+GROUP = 32  # weights that share a scale: 5 bits a weight in all, and half the loss of 64
+FEW_ROWS = {4: 4, 8: 1}  # rows up to which the packed product is the faster: one core of an AMD EPYC with AVX-512
+_ROWS_OUT = 16  # the packed product of 4 bits wants multiples of it
+
+
+class Quantization(NamedTuple):
+    """bits: 4 or 8.  group: weights a scale, of 4 bits.  wide: whether a copy in the model's dtype is kept."""
+
+    bits: int
+    group: int = GROUP
+    wide: bool = True
+
+
+def parse(weights: str) -> Quantization | None:
+    """What a `weights` setting means; None for the checkpoint's own."""
+    name, _, only = weights.partition("-")
+    return None if weights == "checkpoint" else Quantization(int(name.removeprefix("int")), wide=not only)
+
+
+def quantizing(how: Quantization) -> Make:
+    """A stand-in for make_linear. A matrix that doesn't divide by groups and tiles stays as it is."""
+
+    def make(weight_OI: Tensor, bias_O: Tensor | None = None) -> Projection:
+        if not fits(weight_OI, how):
+            return make_linear(weight_OI, bias_O)
+        return QuantLinear(weight_OI, bias_O, how)
+
+    return make
+
+
+def fits(weight_OI: Tensor, how: Quantization) -> bool:
+    """Whether this matrix can be quantized so."""
+    rows, columns = weight_OI.shape
+    return how.bits == 8 or (rows % _ROWS_OUT == 0 and columns % how.group == 0)
+
+
+def refuse_device(device: torch.device, weights: str) -> None:
+    """Raises ModelError where packed products don't run."""
+    if device.type != "cpu":
+        raise ModelError(
+            f"`weights: {weights}` is for CPUs: there is no kernel for it on {device}.",
+            help="Leave `weights` out, or use `device: cpu`.",
+        )
+
+
+class QuantLinear:
+    """The product of a quantized weight: packed up to `few` rows, wide above where there is a wide copy."""
+
+    def __init__(self, weight_OI: Tensor, bias_O: Tensor | None, how: Quantization) -> None:
+        quantized = Int4(weight_OI, how.group) if how.bits == 4 else Int8(weight_OI)
+        packs = has_packed_products(how.bits)
+        self.few = FEW_ROWS[how.bits] if how.wide else 1 << 30
+        self._bias_O = bias_O
+        self._wide = make_linear(quantized.plain(), bias_O) if how.wide or not packs else None
+        self._packed = quantized.packed() if packs else None
+
+    def __call__(self, x_TI: Tensor) -> Tensor:
+        if self._packed is None or (self._wide is not None and x_TI.shape[0] > self.few):
+            assert self._wide is not None, "one of the two is always there"
+            return self._wide(x_TI)
+        y_TO = self._packed(x_TI.contiguous())
+        return y_TO if self._bias_O is None else y_TO + self._bias_O
+
+
+class Int4:
+    """codes int32 [O, I] of 0 to 15; a weight is (code - 8) * scale + offset, both [O, G] in the weight's dtype."""
+
+    def __init__(self, weight_OI: Tensor, group: int) -> None:
+        rows, columns = weight_OI.shape
+        grouped = weight_OI.float().view(rows, columns // group, group)
+        least, most = grouped.aminmax(dim=-1)
+        self.scale = ((most - least) / 15).clamp_(min=1e-8).to(weight_OI.dtype)
+        self.offset = (least + 8 * self.scale.float()).to(weight_OI.dtype)
+        scale, offset = self.scale.float().unsqueeze(-1), self.offset.float().unsqueeze(-1)
+        self.codes = ((grouped - offset) / scale).add_(8).round_().clamp_(0, 15).to(torch.int32).view(rows, columns)
+        self.group, self.dtype = group, weight_OI.dtype
+
+    def plain(self) -> Tensor:
+        """[O, I]: the numbers that the codes stand for."""
+        rows, columns = self.codes.shape
+        values = (self.codes.view(rows, -1, self.group) - 8) * self.scale.float().unsqueeze(-1)
+        return (values + self.offset.float().unsqueeze(-1)).view(rows, columns).to(self.dtype)
+
+    def packed(self) -> Callable[[Tensor], Tensor]:
+        """The product by torch's own layout of pairs."""
+        codes = torch.ops.aten._convert_weight_to_int4pack_for_cpu(self.codes, 1)
+        scales = torch.stack((self.scale, self.offset), -1).transpose(0, 1).contiguous()
+        group = self.group
+
+        def product(x_TI: Tensor) -> Tensor:
+            y_TO: Tensor = torch.ops.aten._weight_int4pack_mm_for_cpu(x_TI, codes, group, scales)
+            return y_TO
+
+        return product
+
+
+class Int8:
+    """codes int8 [O, I]; a weight is code * scale, scale [O] in the weight's dtype."""
+
+    def __init__(self, weight_OI: Tensor) -> None:
+        weight = weight_OI.float()
+        self.scale = (weight.abs().amax(1) / 127).clamp_(min=1e-8).to(weight_OI.dtype)
+        self.codes = (weight / self.scale.float().unsqueeze(1)).round_().clamp_(-127, 127).to(torch.int8)
+
+    def plain(self) -> Tensor:
+        """[O, I]: the numbers that the codes stand for."""
+        return (self.codes.float() * self.scale.float().unsqueeze(1)).to(self.scale.dtype)
+
+    def packed(self) -> Callable[[Tensor], Tensor]:
+        """The product over the codes as they are."""
+        codes, scale = self.codes, self.scale
+
+        def product(x_TI: Tensor) -> Tensor:
+            y_TO: Tensor = torch.ops.aten._weight_int8pack_mm(x_TI, codes, scale)
+            return y_TO
+
+        return product
+
+
+def has_packed_products(bits: int) -> bool:
+    """Whether this torch has them; without, the wide copy serves all rows."""
+    name = "_weight_int4pack_mm_for_cpu" if bits == 4 else "_weight_int8pack_mm"
+    return hasattr(torch.ops.aten, name)
