@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 from decode_loop import Service, prompt, save_random_llama
+from windowed import SPARSE, counted, save_random_v4
 
 from flowinfer.message import Prompt, Serving
 
@@ -22,9 +23,12 @@ VOCAB, NO_CACHE = 96, {"share_inflight": False}
 KEEPS: tuple[float | None, ...] = (None, None, None, 60.0, 0.0)
 
 
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("llama")
+@pytest.fixture(scope="module", params=["dense", "windows"])
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Llama, or a DeepSeek-V4 whose prefixes are replayed behind three blocks and more."""
+    folder = tmp_path_factory.mktemp(request.param)
+    if request.param == "windows":
+        return save_random_v4(folder, [SPARSE, SPARSE], window=20, context=1024)
     save_random_llama(folder, VOCAB, 1024)
     return folder
 
@@ -38,9 +42,10 @@ def restoring(monkeypatch: pytest.MonkeyPatch) -> None:
 class Fuzz:
     """One seeded run: services over the same two tiers, one after the other, beside a service that caches nothing."""
 
-    def __init__(self, llama: Path, folder: Path, seed: int) -> None:
-        self.rng, self.llama, self.folder = random.Random(seed), llama, folder
-        self.prefixes = [self.tokens(self.rng.randint(64, 260)) for _ in range(5)]
+    def __init__(self, model: Path, folder: Path, seed: int) -> None:
+        self.rng, self.model, self.folder = random.Random(seed), model, folder
+        self.windows = "windows" in model.name
+        self.prefixes = [self.tokens(self.rng.randint(64, 520 if self.windows else 260)) for _ in range(5)]
         self.plain = self.start({})
         self.hits = 0
 
@@ -49,8 +54,9 @@ class Fuzz:
 
     def start(self, tiers: dict[str, Any]) -> Service:
         eviction = self.rng.choice(["lru", "density"])
-        lookup = {"tiers": tiers, "eviction": eviction} if tiers else NO_CACHE
-        running = Service(self.llama, num_blocks=self.rng.randint(12, 20) if tiers else 80, lookup=lookup)
+        replay = self.rng.choice(["exact", "exact", "off"])
+        lookup = {"tiers": tiers, "eviction": eviction, "replay": replay} if tiers else NO_CACHE
+        running = Service(self.model, num_blocks=self.rng.randint(12, 20) if tiers else 160, lookup=lookup)
         running.group.emit(Serving())
         return running
 
@@ -111,22 +117,22 @@ class Fuzz:
         return got
 
 
-def test_a_few_rounds(llama: Path, tmp_path: Path) -> None:
-    fuzz = Fuzz(llama, tmp_path, 1)
-    for number in range(8):
+def test_a_few_rounds(model: Path, tmp_path: Path) -> None:
+    fuzz = Fuzz(model, tmp_path, 1)
+    for number in range(3 if fuzz.windows else 8):
         fuzz.round(number)
     fuzz.plain.group.close()
     assert fuzz.hits > 0
 
 
 @pytest.mark.slow
-def test_for_minutes(llama: Path, tmp_path: Path) -> None:
+def test_for_minutes(model: Path, tmp_path: Path) -> None:
     end = time.monotonic() + float(os.environ.get("FLOWINFER_FUZZ_S", "300"))
     rounds = hits = 0
     for seed in itertools.count(2):
         folder = tmp_path / str(seed)
         folder.mkdir()
-        fuzz = Fuzz(llama, folder, seed)
+        fuzz = Fuzz(model, folder, seed)
         for number in range(10):
             fuzz.round(number)
             rounds += 1
@@ -134,5 +140,6 @@ def test_for_minutes(llama: Path, tmp_path: Path) -> None:
         hits += fuzz.hits
         if time.monotonic() > end:
             break
-    print(f"{rounds} lives of a service, {hits} blocks restored")
+    replayed = counted("prefix_replay_tokens_total")
+    print(f"{rounds} lives of a service, {hits} blocks restored, {replayed:.0f} tokens replayed")
     assert hits > 0
