@@ -57,7 +57,8 @@ def export(run: Path, tokenizer: Path, out: Path, *, source: str) -> None:
     config = json.loads((run / "config.json").read_text()) | {"quantization_config": QUANTIZED}
     _write(out / "config.json", config)
     _write(out / "generation_config.json", {"bos_token_id": 0, "eos_token_id": 1})
-    shutil.copy(tokenizer, out / "tokenizer.json")
+    if tokenizer.resolve() != (out / "tokenizer.json").resolve():
+        shutil.copy(tokenizer, out / "tokenizer.json")
     settings = {"bos_token": BOS, "eos_token": EOS, "chat_template": TEMPLATE, "add_bos_token": False}
     _write(out / "tokenizer_config.json", settings | {"tokenizer_class": "PreTrainedTokenizerFast"})
     _write(out / "training.json", json.loads((run / "log.json").read_text()))

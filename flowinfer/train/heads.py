@@ -44,7 +44,7 @@ def forced(head: DraftHead, h: Tensor, previous: Tensor) -> tuple[Tensor, Tensor
 
 def losses(
     head: DraftHead, target: Target, chats: Chats, *, each: int, text_weight: float, device: str
-) -> tuple[Tensor, dict[str, float]]:
+) -> tuple[Tensor, dict[str, Tensor]]:
     """The loss of one batch of chats, and its parts with 1 - TV by position at temperature 1."""
     tokens, lengths, prompts = chats.rows(device)
     hidden, features = target.hidden(tokens)
@@ -75,7 +75,7 @@ def losses(
     total = text_weight * parts["text"] + 0.9 * parts["distance"] + 2 * parts["confidence"]
     counted = valid * plain.unsqueeze(1)
     kept = (label * counted).sum(0) / counted.sum(0).clamp(min=1)
-    return total, {**{name: part.detach() for name, part in parts.items()}, "kept": kept}  # type: ignore[dict-item]
+    return total, {**{name: part.detach() for name, part in parts.items()}, "kept": kept}
 
 
 def train(head: DraftHead, target: Target, chats: Chats, args: argparse.Namespace, device: str) -> list[dict[str, Any]]:
@@ -102,10 +102,7 @@ def train(head: DraftHead, target: Target, chats: Chats, args: argparse.Namespac
         tuner.zero_grad(set_to_none=True)
         step, anchors = step + 1, anchors + args.batch * args.each
         if step % args.every == 1:
-            shown = {
-                name: np.round(torch.as_tensor(value).float().cpu().numpy(), 4).tolist()
-                for name, value in parts.items()
-            }
+            shown = {name: np.round(value.float().cpu().numpy(), 4).tolist() for name, value in parts.items()}
             log.append({"step": step, "anchors": anchors, "seconds": round(time.perf_counter() - began, 1), **shown})
             print(json.dumps(log[-1]), flush=True)
     return log

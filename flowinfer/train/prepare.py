@@ -203,7 +203,7 @@ def main() -> None:
     counts = {name: {"chats": len(part)} for name, part in parts.items()}
     for name, chats in {"train": everything, **held_out}.items():
         arrays = encode(chats, tokenizer)
-        np.savez(args.out / f"{name}.npz", **arrays)
+        np.savez(args.out / f"{name}.npz", **arrays)  # type: ignore[arg-type]
         counts[name] = {"chats": len(chats), "tokens": len(arrays["tokens"])}
     (args.out / "data.json").write_text(json.dumps(counts, indent=1))
     print(json.dumps(counts), flush=True)

@@ -1,5 +1,8 @@
 """Triton kernels of train.sinkhorn: a program holds some 4 x 4 matrices; backward keeps the steps in scratch memory."""
 
+# mypy: ignore-errors
+# Triton's language is Python to a parser, not to a type checker.
+
 from __future__ import annotations
 
 import torch
