@@ -120,11 +120,12 @@ class Door(Stage):
 def plan_of(model: Path, folder: Path, device: str, transport: str, *, split: bool) -> Plan:
     """Prefill in a worker of its own, or beside decode."""
     named = {"model": str(model), "dtype": "float32"}
+    network = {"interfaces": ["lo"]} if transport == "nixl" else {}
     kinds: dict[str, tuple[str, dict[str, Any], str]] = {
         "door": ("cuda_ipc_service:Door", {"file": str(folder / "result.json")}, "front"),
         "lookup": ("cache-lookup", named, "front"),
         "prefill": ("prefill", {**named, "token_budget": 512}, "prefill" if split else "decode"),
-        "transfer": ("kv-transfer", {**named, "transport": transport}, "decode"),
+        "transfer": ("kv-transfer", {**named, **network, "transport": transport}, "decode"),
         "decode": ("moe-decode", {**named, "max_batch": 8}, "decode"),
         "verify": ("spec-verify", {"draft": "none"}, "decode"),
     }
