@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import threading
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
 import pytest
+from drafters import save_random_head
 from harness import Service, prompt_ids
 
 from flowinfer.graph.plan import Plan
@@ -28,6 +31,7 @@ class Streams:
         self.service = service
         self.expected = [service.complete(prompt, MAX_TOKENS).text for prompt in PROMPTS]
         self.num_right = 0
+        self.answered = threading.Event()
         self.wrong: list[object] = []
         self._stop = False
         self._threads = [threading.Thread(target=self._loop, args=(i,)) for i in range(len(PROMPTS))]
@@ -51,6 +55,7 @@ class Streams:
                 return
             if text == self.expected[i]:
                 self.num_right += 1
+                self.answered.set()
             else:
                 self.wrong.append(text)
 
@@ -95,6 +100,27 @@ def test_swaps_under_load_leave_greedy_answers_as_they_were(prod: Service, folde
     assert streams.wrong == []
     assert streams.num_right >= len(PROMPTS)
     assert status(folder).epoch >= 3
+
+
+def test_what_drafts_changes_under_load(prod: Service, folder: Path, smollm2: Path, tmp_path: Path) -> None:
+    head = tmp_path / "draft.safetensors"
+    save_random_head(smollm2, head)
+    ways = ({"draft": "head", "head": str(head), "tokens": 5, "schedule": "fixed"}, {"draft": "suffix", "tokens": 8})
+    with Streams(prod) as streams:
+        for config in ways:
+            done, answered = change(folder, with_config(status(folder), "verify", **config)), streams.num_right
+            assert done.ok, done.text
+            drafted = num_drafted(prod)
+            while (streams.num_right < answered + 4 or num_drafted(prod) == drafted) and not streams.wrong:
+                streams.answered.wait(10)
+                streams.answered.clear()
+    assert streams.wrong == []
+
+
+def num_drafted(service: Service) -> float:
+    with urllib.request.urlopen(f"http://127.0.0.1:{service.port}/metrics") as answer:
+        found = re.findall(r"^flowinfer:spec_draft_tokens_total\S* (\S+)$", answer.read().decode(), re.MULTILINE)
+    return sum(map(float, found))
 
 
 def test_a_controller_that_is_killed_in_a_swap_leaves_answers_as_they_were(prod: Service, folder: Path) -> None:
