@@ -10,19 +10,23 @@ from torch import Tensor
 
 from flowinfer.engine.draft.head import DraftHead
 
+AT_FIRST_STEP = 0.02
+
 
 def anchors_of(
     lengths: Tensor, prompts: Tensor, each: int, window: int, *, from_answer: float = 0.6
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Rows, anchor positions and first context positions, int [B * each].
 
-    An anchor is a token of the answer that has a successor. Context begins at the answer's start (the last token of
+    An anchor is a token of the answer that has a successor, or now and then the prompt's last token, where decoding
+    begins without any context. Context begins at the answer's start (the last token of
     the prompt) with probability from_answer, else anywhere in the answer or in the window.
     """
     device = lengths.device
     rows = torch.arange(len(lengths), device=device).repeat_interleave(each)
     first, last = prompts[rows], lengths[rows] - 2
     at = first + (torch.rand(len(rows), device=device) * (last - first + 1)).long()
+    at = torch.where(torch.rand(len(rows), device=device) < AT_FIRST_STEP, first - 1, at)
     draw, place = torch.rand(2, len(rows), device=device)
     lowest = torch.where(draw < from_answer + (1 - from_answer) / 2, first - 1, (at - window).clamp(min=0))
     start = torch.where(draw < from_answer, first - 1, lowest + (place * (at - lowest + 1)).long())

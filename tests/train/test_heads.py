@@ -110,7 +110,8 @@ def _first_bias(head: DraftHead, h: torch.Tensor, anchor: torch.Tensor) -> torch
 def test_anchors_lie_in_answers_and_context_before_them(chats: Chats) -> None:
     _, lengths, prompts = chats.rows("cpu")
     rows, at, start = anchors_of(lengths, prompts, 200, CONFIG.window)
-    assert (at >= prompts[rows]).all() and (at <= lengths[rows] - 2).all()
+    assert (at >= prompts[rows] - 1).all() and (at <= lengths[rows] - 2).all()
+    assert 0 < (at == prompts[rows] - 1).float().mean() < 0.05
     assert (start >= 0).all() and (start <= at).all()
     from_answer = (start == prompts[rows] - 1).float().mean()
     assert 0.55 < from_answer < 0.75
