@@ -1,11 +1,12 @@
 """KV from one process into the pool of another on one GPU, by cuda_ipc: every byte, and the rate beside a plain copy's.
 
-PYTHONPATH=. python tests/bench/bench_cuda_ipc.py [--json FILE]
+PYTHONPATH=. python tests/bench/bench_cuda_ipc.py [--peer] [--json FILE]
 
 4,000 tokens of two models, to blocks in random order. Rates count bytes read and written, of copies that wait in line
 on the device, as median of rounds; `share` is that of a plain contiguous copy of as many bytes on the same card in the
 same run. `one_ms`: from `push` to the word that all blocks are there, with an idle card; `plain_one_ms`: a plain copy
-and the wait for it. Ends with 1 where a byte differs or the share is below the bar.
+and the wait for it. --peer: the taker's pool lies on a second GPU, and so does the target of the plain copy. Ends with
+1 where a byte differs or the share is below the bar.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 
@@ -35,7 +37,7 @@ from flowinfer.transfer import cuda_ipc
 from flowinfer.transfer.cuda_device import CudaDevice
 from flowinfer.transfer.transport import Push, Written
 
-DEVICE = "cuda"
+OWN, PEER = "cuda:0", "cuda:1"
 TOKENS = 4_000
 BAR = 0.8
 LAYOUTS = {
@@ -76,26 +78,27 @@ def engine(kv: torch.Tensor, layout: KVLayout) -> Any:
     return SimpleNamespace(kv=kv, layout=layout, ctx=Context(), model=SimpleNamespace(device=kv.device))
 
 
-def arena(layout: KVLayout, num_blocks: int) -> torch.Tensor:
+def arena(layout: KVLayout, num_blocks: int, device: str) -> torch.Tensor:
     """Zeros, in the middle of an allocation, as a caching allocator may place them."""
     size = num_blocks * layout.block_bytes
-    torch.empty(size + 2 * PAD, dtype=torch.uint8, device=DEVICE)
-    pad = torch.empty(PAD, dtype=torch.uint8, device=DEVICE)
-    kv = torch.zeros((num_blocks, *layout.block_shape), dtype=torch.bfloat16, device=DEVICE)
+    torch.empty(size + 2 * PAD, dtype=torch.uint8, device=device)
+    pad = torch.empty(PAD, dtype=torch.uint8, device=device)
+    kv = torch.zeros((num_blocks, *layout.block_shape), dtype=torch.bfloat16, device=device)
     del pad
     return kv
 
 
 def fill(kv: torch.Tensor, seed: int) -> None:
     """Bytes that another process can make again."""
-    generator = torch.Generator(device=DEVICE).manual_seed(seed)
+    generator = torch.Generator(device=kv.device).manual_seed(seed)
     kv.view(-1).view(torch.uint8).random_(0, 256, generator=generator)
 
 
-def taker(pipe: Connection, name: str, num_blocks: int) -> None:
+def taker(pipe: Connection, name: str, num_blocks: int, device: str) -> None:
     """The process whose pool is written to; answers what it is asked."""
+    torch.cuda.set_device(device)
     layout = LAYOUTS[name]
-    kv = arena(layout, num_blocks)
+    kv = arena(layout, num_blocks, device)
     receiver = cuda_ipc.make_receiver(engine(kv, layout))
     while True:
         what, *arguments = pipe.recv()
@@ -152,15 +155,15 @@ def complete(sender: Any, push: Push, sources: list[int], parts: int = 1) -> flo
     return time.perf_counter() - began
 
 
-def run(name: str) -> dict[str, Any]:
-    """All figures of one model; raises where a byte differs."""
+def run(name: str, target: str) -> dict[str, Any]:
+    """All figures of one model, with the taker's pool on the device `target`; raises where a byte differs."""
     layout, per_set = LAYOUTS[name], LAYOUTS[name].blocks_for(TOKENS)
     num_blocks, moved = per_set * SETS[name], per_set * LAYOUTS[name].block_bytes
     spawn = multiprocessing.get_context("spawn")
     pipe, theirs = spawn.Pipe()
-    process = spawn.Process(target=taker, args=(theirs, name, num_blocks), daemon=True)
+    process = spawn.Process(target=taker, args=(theirs, name, num_blocks, target), daemon=True)
     process.start()
-    kv = arena(layout, num_blocks)
+    kv = arena(layout, num_blocks, OWN)
     fill(kv, 1)
     torch.cuda.synchronize()
     sender = cuda_ipc.make_sender(engine(kv, layout))
@@ -175,6 +178,7 @@ def run(name: str) -> dict[str, Any]:
     rng = random.Random(0)
     targets, sources = (rng.sample(range(num_blocks), per_set) for _ in range(2))
     address = ask("address")
+    offset = msgspec.msgpack.decode(address, type=cuda_ipc.PoolAddress).offset
     push = Push("a", 1, "decode.0", 1, address, targets)
     first_s = complete(sender, push, sources, parts=3)
     assert ask("differing", targets, sources, 1, 0.0) == 0, "a byte differs"
@@ -187,7 +191,7 @@ def run(name: str) -> dict[str, Any]:
     ids = [np.array(list(zip(to, of, strict=True)), np.int32) for to, of in zip(sets, sets[1:] + sets[:1], strict=True)]
     by_ipc = median_ms(device._stream, lambda i: lambda: device.copy(mapped, ids[i % len(ids)], None))
 
-    twin = torch.empty_like(kv)
+    twin = torch.empty_like(kv, device=target)
     halves = [slice(i * per_set, (i + 1) * per_set) for i in range(SETS[name])]
     stream = torch.cuda.Stream()
 
@@ -204,7 +208,7 @@ def run(name: str) -> dict[str, Any]:
         plain(i)()
         torch.cuda.synchronize()
         alone.append(time.perf_counter() - began)
-    on_device = [torch.from_numpy(pairs).to(DEVICE) for pairs in ids]
+    on_device = [torch.from_numpy(pairs).to(OWN) for pairs in ids]
 
     def tiled(tile: int, warps: int) -> float:
         def call(i: int) -> Callable[[], object]:
@@ -227,6 +231,7 @@ def run(name: str) -> dict[str, Any]:
         "tokens": TOKENS,
         "blocks": per_set,
         "block_mb": round(layout.block_bytes / 1e6, 3),
+        "offset_mb": round(offset / 1e6, 1),
         "moved_mb": round(moved / 1e6, 1),
         "first_s": round(first_s, 3),
         "copy_tb_s": round(2 * moved / by_ipc / 1e9, 3),
@@ -242,16 +247,18 @@ def main() -> None:
     """Prints JSON; ends with 1 where a model is below the bar."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--peer", action="store_true")
     parser.add_argument("--only", choices=LAYOUTS)
     args = parser.parse_args()
     figures: dict[str, Any] = {
         "device": torch.cuda.get_device_name(),
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "torch": torch.__version__,
+        "from_to": [OWN, PEER if args.peer else OWN],
         "bar": BAR,
     }
     for name in [args.only] if args.only else LAYOUTS:
-        figures[name] = run(name)
+        figures[name] = run(name, PEER if args.peer else OWN)
         print(name, json.dumps(figures[name]), flush=True)
     text = json.dumps(figures, indent=1)
     print(text)
