@@ -46,7 +46,7 @@ class Arrival:
 
 
 class Client(Stage):
-    """Sends prompts and notes when the tokens of each step come."""
+    """Sends prompts and notes when the tokens of each step come. outputs: set to a dict, it takes the tokens by id."""
 
     kind = "api"
     listens = (Failure,)
@@ -56,6 +56,7 @@ class Client(Stage):
         self.outbox: list[Prompt] = []
         self.arrivals: list[Arrival] = []
         self.ended: dict[str, Finish] = {}
+        self.outputs: dict[str, list[int]] | None = None
         self.failed = ""
         self.waited_s: Callable[[], float] = lambda: 0.0
 
@@ -70,11 +71,18 @@ class Client(Stage):
             done = {batch.ids[i]: finish for i, finish in batch.finished.items()}
             arrival = Arrival(time.perf_counter(), len(batch.ids), self.waited_s(), len(batch.tokens), len(done))
             self.arrivals.append(arrival)
+            if self.outputs is not None:
+                self._keep(batch, self.outputs)
             self.ended |= done
             if done:
                 self.ctx.send(Ended(ids=list(done)))
         prompts, self.outbox = self.outbox, []
         return prompts
+
+    def _keep(self, batch: Tokens, outputs: dict[str, list[int]]) -> None:
+        ends = np.cumsum(batch.counts)
+        for id, start, end in zip(batch.ids, ends - batch.counts, ends, strict=True):
+            outputs.setdefault(id, []).extend(batch.tokens[start:end].tolist())
 
     def observe(self, event: Event) -> Iterable[Message] | None:
         """Remembers the first failure: a benchmark whose request failed has measured nothing."""

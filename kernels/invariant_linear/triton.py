@@ -36,13 +36,16 @@ def _linear(
     first = group * GROUP
     height = tl.minimum(tiles_m - first, GROUP)
     inside = tile % (GROUP * tiles_n)
-    m = (first + inside % height) * BM + tl.arange(0, BM)
-    n = inside // height * BN + tl.arange(0, BN)
+    first_m = (first + inside % height) * BM
+    first_n = inside // height * BN
+    m = tl.arange(0, BM)
+    n = tl.arange(0, BN)
     k = tl.arange(0, BK)
-    in_m = m < M
-    in_n = n < N
-    x_at = x + m[:, None].to(tl.int64) * K + k[None, :]
-    w_at = weight + n[None, :].to(tl.int64) * K + k[:, None]
+    in_m = first_m + m < M
+    in_n = first_n + n < N
+    # Places within a tile fit 32 bits; 64 for each number would double the registers that hold them.
+    x_at = x + first_m.to(tl.int64) * K + m[:, None] * K + k[None, :]
+    w_at = weight + first_n.to(tl.int64) * K + n[None, :] * K + k[:, None]
     acc = tl.zeros([BM, BN], tl.float32)
     for start in range(0, K, BK):
         if EVEN:
@@ -54,6 +57,6 @@ def _linear(
             w = tl.load(w_at + start, mask=in_k[:, None] & in_n[None, :], other=0.0)
         acc = tl.dot(rows, w, acc, input_precision="ieee")
     if BIAS:
-        acc += tl.load(bias + n, mask=in_n, other=0.0).to(tl.float32)[None, :]
-    at = m[:, None].to(tl.int64) * N + n[None, :]
+        acc += tl.load(bias + first_n + n, mask=in_n, other=0.0).to(tl.float32)[None, :]
+    at = first_m.to(tl.int64) * N + first_n + m[:, None] * N + n[None, :]
     tl.store(out + at, acc.to(out.dtype.element_ty), mask=in_m[:, None] & in_n[None, :])

@@ -73,7 +73,8 @@ class InvariantModel(FusedModel):
         """As FusedModel.decode; scratch isn't needed. Rows of padding read the first position of slot 0."""
         kv = self._paged(kv)
         slots = batch.slots.clamp(min=0)
-        lengths = torch.where(batch.slots < 0, 1, batch.lengths.index_select(0, slots))
+        nobody = batch.slots < 0
+        lengths = batch.lengths.index_select(0, slots).masked_fill(nobody, 1)
         tables = batch.block_tables.index_select(0, slots)
         positions = (lengths - 1).long()
         blocks = tables.gather(1, (positions // kv.shape[4]).unsqueeze(1)).squeeze(1)
@@ -81,7 +82,7 @@ class InvariantModel(FusedModel):
         tiles = torch.stack((starts[:-1], torch.zeros_like(starts[:-1])), 1)
         group = self.heads.num_heads // self.heads.num_kv_heads
         tiling = Tiling(tiles, starts, lengths, tables, tokens=max(1, TILE_ROWS // group))
-        rows = _Rows(positions, torch.where(batch.slots < 0, -1, blocks), tiling)
+        rows = _Rows(positions, blocks.masked_fill(nobody, -1), tiling)
         x, delta = self._through(F.embedding(last_S.index_select(0, slots), self._embed_VH), kv, rows, None, counts)
         assert x is not None, "a step that wants logits goes through the last layer"
         _, normed = rms_norm(x, self._norm_H, self.config.norm_eps, delta=delta)
