@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from decode_loop import DEVICE, Service, prompt, save_random_llama
+from drafters import save_random_head
 
 from flowinfer.engine.batch import Batch
 from flowinfer.engine.decode_graphs import DecodeGraphs, Flight, batch_sizes
@@ -17,6 +18,7 @@ from flowinfer.engine.engine import Engine
 from flowinfer.engine.step import StepInput
 from flowinfer.kernels.draw import advance_drawn_reference
 from flowinfer.message import Prompt
+from flowinfer.stages.spec_verify import stage
 
 pytestmark = pytest.mark.skipif(DEVICE != "cpu", reason="test_decode_loop.py does this on a GPU, with its graphs")
 VOCAB, CONTEXT = 96, 512
@@ -100,6 +102,7 @@ def eager_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("llama")
     save_random_llama(folder, VOCAB, CONTEXT)
+    save_random_head(folder, folder / "draft.safetensors")
     return folder
 
 
@@ -158,6 +161,27 @@ def test_who_needs_the_host_is_decoded_with_it_and_the_rest_goes_on_ahead(
         service.send(one)
         service.turn(4)
     assert service.finish(p.id for p in prompts) == step_by_step(model, prompts, monkeypatch)
+
+
+@pytest.mark.parametrize("draft", ["ngram", "head"])
+def test_drafts_that_come_and_go_change_no_token(model: Path, draft: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps in flight land before the first draft is verified, and start again behind the last."""
+    monkeypatch.setattr(stage, "is_quick", lambda config: True)
+    prompts = [prompt(f"r{n}", some_tokens(n, 20 + n), max_tokens=90, temperature=0.4 * n, seed=n) for n in range(4)]
+    service = Service(model, num_blocks=64)
+    verify: Any = service.group.by_name["verify"].stage
+    service.send(*prompts)
+    service.turn(12)
+    graphs = service.decode.overlap.graphs
+    assert graphs.most_ahead == 2
+    verify.reconfigure(verify.Config(draft=draft, schedule="fixed"))
+    service.turn(12)
+    assert not service.decode.overlap.flights
+    verify.reconfigure(verify.Config(draft="none"))
+    service.turn(12)
+    assert service.decode.overlap.flights
+    assert service.finish(p.id for p in prompts) == step_by_step(model, prompts, monkeypatch)
+    assert all(service.client.ended[p.id].drafted_tokens > 0 for p in prompts) or draft == "ngram"
 
 
 def test_running_out_of_blocks_preempts_and_changes_no_token(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
