@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from flowinfer.engine.layout import KVLayout
+from flowinfer.graph.kernel_set import kernel_set
 from flowinfer.graph.plan import EdgePlan, Plan, StagePlan, WorkerPlan
 from flowinfer.message import Cancel, Ended, Event, Failure, Message, Opening, Prompt, Sampling, TokenLogprob, Tokens
 from flowinfer.runtime.clock import SystemClock
@@ -137,6 +138,7 @@ class Service:
         draft: str = "none",
         lookup: dict[str, Any] | None = None,
         verify: dict[str, Any] | None = None,
+        invariant: bool = False,
         **decode: Any,
     ) -> None:
         named = {"model": str(model), "dtype": "float32"}
@@ -154,7 +156,8 @@ class Service:
             for a, b, m, p in EDGES
         )
         workers = {"front": WorkerPlan(name="front", stages=tuple(stages))}
-        plan = Plan(name="t", digest="", file="", stages=stages, edges=edges, workers=workers)
+        kernels = kernel_set(DEVICE.partition(":")[0]) if invariant else ""
+        plan = Plan(name="t", digest="", file="", stages=stages, edges=edges, workers=workers, kernels=kernels)
 
         def arena(layout: KVLayout) -> Arena:
             return Arena(memoryview(bytearray(num_blocks * layout.block_bytes)), num_blocks, 0, num_blocks)

@@ -245,6 +245,27 @@ def test_a_chat_that_grows_over_restarts_goes_on_where_it_ended(models: Models, 
     assert counted("prefix_replay_tokens_total") == before
 
 
+@pytest.mark.parametrize(("at", "budget"), [(5, 96), (8, 128), (6, 40)])
+def test_where_bytes_depend_on_nothing_else_exact_is_a_cold_run_bit_for_bit(
+    models: Models, tmp_path: Path, at: int, budget: int
+) -> None:
+    """With batch_invariant: logits, and what is cached afterwards of every whole block."""
+    model, folder = models("all kinds"), tmp_path / "kv"
+    first = Watched(model, folder, invariant=True)
+    first.ask(first_tokens(model), 2)
+    first.stop()
+    running, alone = Watched(model, folder, invariant=True), Watched(model, None, invariant=True)
+    running.group.by_name["prefill"].stage.scheduler.token_budget = budget  # type: ignore[attr-defined]
+    found, wanted = running.ask(behind(model, at)), alone.ask(behind(model, at))
+    assert running.end.cached_tokens == (at - 3) * 128
+    assert torch.equal(found[1], wanted[1])
+    for name in set(running.pool.names()) - {n for n in running.pool.names() if running.pool.is_partial(n)}:
+        end = running.engine.layout.parts["state"].stop
+        ours, theirs = (one.engine.kv[one.pool._named[name]][:end] for one in (running, alone))
+        assert torch.equal(ours, theirs)
+    running.stop()
+
+
 @pytest.fixture
 def cluster(models: Models, stored: Stored, tmp_path: Path) -> Iterator[Callable[..., Cluster]]:
     made: list[Cluster] = []
