@@ -45,7 +45,9 @@ class World:
 
 def ways(world: World) -> dict[str, Callable[[], DraftSchedule | None]]:
     """The schedules to compare; None drafts nothing. Costs begin with a table that is wrong by a half."""
-    wrong = StepTable(key="", rows=world.table.rows, seconds=tuple(1.5 * s for s in world.table.seconds))
+    table = world.table
+    slower = tuple(1.5 * seconds for seconds in table.seconds)
+    wrong = StepTable(key="", rows=table.rows, seconds=slower, staircase=table.staircase)
 
     def confidence(budget: Budget) -> DraftSchedule:
         return ConfidenceLength(StepCosts(wrong), budget)

@@ -5,7 +5,6 @@ Legend: B rows of a step, one a sequence and one a draft that is verified.
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections import defaultdict, deque
 from statistics import median
 
@@ -19,6 +18,7 @@ I64 = NDArray[np.int64]
 WINDOW = 32  # residuals of a size that count: about a second of steps
 ENOUGH = 5  # of them before they say anything
 DRAFTS_KEPT, DRAFTS_ENOUGH = 9, 3  # the last draft times of a batch size whose median counts, and from when on
+MOST_LOG2 = 13  # of rows of a step whose time is learned apart
 
 
 class StepTable(msgspec.Struct, frozen=True, kw_only=True):
@@ -51,15 +51,14 @@ def linear_table(fixed_s: float, row_s: float, most: int = 64) -> StepTable:
 class StepCosts:
     """Seconds of a step over B rows: the table's, times the median of what the last steps took against it.
 
-    A residual is kept as a ratio, since a busy machine slows all of a step, and by size, since a table is never wrong
-    by the same at all of them; sizes without ENOUGH of their own take the median over all. Times never fall with B:
-    noise must not make a larger step look cheaper.
+    A residual is kept as a ratio, since a busy machine slows all of a step, and by size (those of the table, and finer
+    ones beside them), since a table is never wrong by the same at all of them; sizes without ENOUGH of their own take
+    the median over all. Times never fall with B: noise must not make a larger step look cheaper.
     """
 
     def __init__(self, table: StepTable) -> None:
         self._table = table
-        self._rows = np.array(table.rows, np.int64)
-        self._base = np.maximum.accumulate(np.array(table.seconds, np.float64))
+        self._rows, self._base = _finer(table)
         self._ratios: dict[int, deque[float]] = defaultdict(lambda: deque(maxlen=WINDOW))
         self._all: deque[float] = deque(maxlen=WINDOW)
         self._drafts: dict[int, deque[float]] = defaultdict(lambda: deque(maxlen=DRAFTS_KEPT))
@@ -68,7 +67,7 @@ class StepCosts:
 
     def seconds(self, rows: I64, context: float = 0.0) -> F64:
         """Of steps over so many rows, each of `context` tokens, float64 like rows; rising with them."""
-        base = self._at(rows, self._base * self._current())
+        base = self._at(rows, np.maximum.accumulate(self._base * self._current()))
         times: F64 = base + self._table.pair_s * context * rows
         return times
 
@@ -96,7 +95,11 @@ class StepCosts:
             self._drafts[num_sequences.bit_length()].append(seconds)
 
     def _bucket(self, rows: int) -> int:
-        return min(bisect_left(self._table.rows, rows), len(self._rows) - 1)
+        """The nearest size; of stairs, the one that the step was padded to."""
+        above = min(int(np.searchsorted(self._rows, rows)), len(self._rows) - 1)
+        if self._table.staircase or above == 0:
+            return above
+        return above if self._rows[above] - rows <= rows - self._rows[above - 1] else above - 1
 
     def _current(self) -> F64:
         if self._stale:
@@ -107,17 +110,24 @@ class StepCosts:
         return self._corrections
 
     def _at(self, rows: I64, times: F64) -> F64:
-        """Of sizes between those of the table; above its largest, on the line of its last two."""
-        times = np.maximum.accumulate(times)
-        if self._table.staircase:
-            steps: F64 = times[np.minimum(np.searchsorted(self._rows, rows), len(times) - 1)]
-            return steps + self._beyond(rows, times)
-        return np.interp(rows, self._rows, times) + self._beyond(rows, times)
+        return _read(self._rows, times, rows, staircase=self._table.staircase)
 
-    def _beyond(self, rows: I64, times: F64) -> F64:
-        if len(times) > 1:
-            slope = (times[-1] - times[-2]) / (self._rows[-1] - self._rows[-2])
-        else:
-            slope = times[-1] / self._rows[-1]
-        beyond: F64 = np.maximum(rows - self._rows[-1], 0) * slope
-        return beyond
+
+def _finer(table: StepTable) -> tuple[I64, F64]:
+    """Sizes and times of the table; between them (but for stairs) and above also two sizes for each doubling."""
+    known, times = np.array(table.rows, np.int64), np.maximum.accumulate(np.array(table.seconds, np.float64))
+    least = known[-1] if table.staircase else known[0]
+    others = np.unique(np.round(2.0 ** (np.arange(2 * MOST_LOG2 + 1) / 2)).astype(np.int64))
+    rows = np.union1d(known, others[others > least])
+    return rows, _read(known, times, rows, staircase=table.staircase)
+
+
+def _read(sizes: I64, times: F64, rows: I64, *, staircase: bool) -> F64:
+    """Times of steps over `rows` rows; above the largest size, on the line of the last two."""
+    slope = (times[-1] - times[-2]) / (sizes[-1] - sizes[-2]) if len(times) > 1 else times[-1] / sizes[-1]
+    if staircase:
+        within = times[np.minimum(np.searchsorted(sizes, rows), len(times) - 1)]
+    else:
+        within = np.interp(rows, sizes, times)
+    read: F64 = within + np.maximum(rows - sizes[-1], 0) * slope
+    return read

@@ -31,6 +31,8 @@ STEPS_OLD = 2
 VAIN = 0.01  # share of the time that looks in vain may take, as far as LONGEST_WAIT lets them be that rare
 LONGEST_WAIT = 32  # steps from look to look while drafting doesn't pay
 MEMORY = 0.8  # of the running mean of what drafting gains
+DOUBT = 1.25  # gain below which, now and then, a step without drafts shows what those would take
+DOUBT_EVERY = 32  # steps
 CHANGED = 0.75  # a batch that shrank to less of what it was is another case
 
 
@@ -77,6 +79,7 @@ class ConfidenceLength:
         self._context = 0.0
         self._shares: deque[float] = deque(maxlen=STEPS_OLD)  # drafts a sequence, as each of the last steps wanted them
         self._pays = Pays()
+        self._drafted = 0  # steps with drafts since one without
 
     def looks(self, acceptance: F64, step: int) -> bool:
         """Whether to draft: while it pays, and now and then while it doesn't."""
@@ -94,6 +97,9 @@ class ConfidenceLength:
         plain_s = float(self.costs.seconds(np.array([num]), self._context)[0])
         gain = float(per_second[min(wanted, len(per_second) - 1)]) * plain_s / num
         self._pays.learn(num, gain, self.costs.draft_seconds(num) / plain_s)
+        self._drafted = self._drafted + 1 if wanted else 0
+        if self._drafted > DOUBT_EVERY and self._pays.gain < DOUBT:
+            self._drafted = wanted = 0
         return split(chances, wanted)
 
     def timed(self, num_rows: int, seconds: float, context: float = 0.0) -> None:
@@ -115,7 +121,7 @@ class Pays:
     """
 
     def __init__(self) -> None:
-        self._gain = 1.0  # running mean of tokens a second with drafts over without
+        self.gain = 1.0  # running mean of tokens a second with drafts over without
         self._left, self._num = 0, 0  # steps until the next look; sequences at the last one
 
     def looks(self, num_sequences: int) -> bool:
@@ -129,8 +135,8 @@ class Pays:
     def learn(self, num_sequences: int, gain: float, share: float) -> None:
         """Drafts promised this gain: tokens a second over those of plain decoding; they took this share of its step."""
         self._num = num_sequences
-        self._gain += (1 - MEMORY) * (gain - self._gain)
-        in_vain = max(gain, self._gain) <= 1
+        self.gain += (1 - MEMORY) * (gain - self.gain)
+        in_vain = max(gain, self.gain) <= 1
         self._left = min(ceil(share / VAIN), LONGEST_WAIT) - 1 if in_vain and share > 0 else 0
 
 

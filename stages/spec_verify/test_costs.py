@@ -20,9 +20,10 @@ def test_times_lie_on_lines_between_the_sizes_and_beyond() -> None:
     assert seconds(StepCosts(table()), 1, 2, 4, 10, 16, 21) == pytest.approx([1.0, 1.2, 1.6, 2.8, 4.0, 5.0])
 
 
-def test_captured_sizes_are_stairs_and_linear_beyond() -> None:
+def test_captured_sizes_are_stairs_and_what_is_beyond_is_finer() -> None:
     costs = StepCosts(table(staircase=True))
-    assert seconds(costs, 1, 2, 4, 5, 16, 21) == pytest.approx([1.0, 1.6, 1.6, 4.0, 4.0, 5.0])
+    assert seconds(costs, 1, 2, 4, 5, 16) == pytest.approx([1.0, 1.6, 1.6, 4.0, 4.0])
+    assert 5.0 <= seconds(costs, 21)[0] <= 6.0
 
 
 def test_context_costs_by_pair() -> None:
@@ -45,6 +46,14 @@ def test_sizes_are_corrected_apart_and_outliers_do_nothing() -> None:
         costs.observe(4, 3.2)
     costs.observe(1, 500.0)
     assert seconds(costs, 1, 4) == pytest.approx([1.0, 3.2])
+
+
+def test_sizes_beyond_the_table_are_learned_apart() -> None:
+    costs = StepCosts(table())
+    for _ in range(8):
+        costs.observe(128, 30.0)
+        costs.observe(256, 33.0)
+    assert seconds(costs, 128, 256) == pytest.approx([30.0, 33.0])
 
 
 def test_more_rows_never_look_cheaper() -> None:

@@ -203,6 +203,14 @@ def test_drafting_starts_again_once_the_batch_has_shrunk() -> None:
     assert run(schedule, 1, 0.9, 20) == 20
 
 
+def test_where_drafts_hardly_pay_a_step_without_them_shows_its_time_now_and_then() -> None:
+    schedule = ConfidenceLength(StepCosts(linear_table(1.0, 0.12)))
+    lengths = [schedule.choose(np.full((8, 1), 0.6), np.full(8, 1)).sum() for _ in range(200)]
+    assert 4 <= lengths.count(0) <= 8
+    schedule = ConfidenceLength(StepCosts(linear_table(1.0, 0.001)))
+    assert all(schedule.choose(np.full((1, 4), 0.9), np.full(1, 4)).sum() for _ in range(200))
+
+
 def test_drafts_that_cost_nothing_are_always_looked_at() -> None:
     schedule = ConfidenceLength(StepCosts(linear_table(1.0, 1.0)))
     for step in range(50):
