@@ -9,6 +9,7 @@ import click
 from rich.console import Console
 from rich.table import Table
 
+from flowinfer.cache.disk.records import record_size
 from flowinfer.engine import heads, hub
 from flowinfer.engine.layout import KVLayout
 from flowinfer.engine.sources import ALIASES, BUNDLED
@@ -76,6 +77,7 @@ def show(model: str) -> None:
         "KV of a block": f"{format_bytes(layout.block_bytes)} for {layout.block_tokens} tokens",
         "KV of a token": f"{layout.token_bytes:g} B" + _by_group(layout),
         "KV of a request": ", ".join(_of_request(layout, n) for n in sorted({1, 1024, info.context_length})),
+        "KV on disk": _on_disk(layout),
         "draft head": heads.describe(model),
         "digest": info.digest,
     }
@@ -86,6 +88,18 @@ def show(model: str) -> None:
 def _of_request(layout: KVLayout, num_tokens: int) -> str:
     size = layout.request_bytes(num_tokens) / 2**20
     return f"{size:,.1f} MiB of {num_tokens:,} token{'s' if num_tokens > 1 else ''}"
+
+
+def _on_disk(layout: KVLayout) -> str:
+    """What the disk tier writes of a token, headers and padding included."""
+    entries, whole, state = (
+        record_size(size) for size in (layout.part_bytes("entries"), layout.block_bytes, layout.part_bytes("state"))
+    )
+    text = f"{entries / layout.block_tokens:g} B of a token"
+    if not layout.window:
+        return text
+    more = f"{state / 1024:,.0f} KiB of each end of a prompt or an answer"
+    return f"{text}, {more}; with every window it would be {whole / layout.block_tokens:g} B of a token"
 
 
 def _stored(info: hub.ModelInfo) -> str:

@@ -66,3 +66,9 @@ def test_pull_of_a_model_that_is_there_only_names_its_folder(pulled: Path) -> No
 def test_an_unknown_model_is_an_error_that_helps(pulled: Path) -> None:
     with pytest.raises(ModelError, match="smollm2-135m"):
         _run("show", "smollm2")
+
+
+def test_show_tells_what_of_a_token_goes_to_disk() -> None:
+    """Of a model with windows, a twelfth of what whole blocks would take, and more where somebody may go on."""
+    out = _run("show", "flowinfer-mini")
+    assert "192 B of a token, 168 KiB of each end" in out and "it would be 2272 B" in out
