@@ -164,7 +164,7 @@ def test_bad_objects_mean_computing_again_and_never_another_answer(
 
 
 class SlowStore:
-    """Puts nothing until `permits` have been asked for by a tier that is being closed."""
+    """Puts nothing until a tier that is being closed has asked for time so often; 0: ever, and there is no time."""
 
     def __init__(self, running: Service, num_asked: int, monkeypatch: pytest.MonkeyPatch) -> None:
         self.asked: list[str] = []
@@ -180,7 +180,7 @@ class SlowStore:
             self.asked.append(doing)
             if len(self.asked) == num_asked:
                 self.gate.set()
-            return len(self.asked) <= 5
+            return num_asked > 0
 
         monkeypatch.setattr("flowinfer.engine.store_tier.TICK_S", 0.01)
         monkeypatch.setattr(tier.store, "put", slow)
@@ -213,7 +213,7 @@ def test_what_a_store_has_no_time_for_is_told_and_the_worker_ends(
     for seed, id in enumerate("ab"):
         answer(running, id, seed)
     stop(services, running)
-    assert len(slow.asked) == 6 and "no time to write" in caplog.text
+    assert len(slow.asked) == 1 and "no time to write" in caplog.text
     slow.gate.set()
 
 

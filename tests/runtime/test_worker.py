@@ -264,7 +264,7 @@ def test_malformed_frames_are_counted_and_the_next_is_read(make: Make, front: Pe
 def test_bulk_events_travel_with_the_data(make: Make, front: Peer) -> None:
     worker = make()
     block = np.arange(100_000, dtype=np.uint8)
-    front.channel.send_event("back.0", KVData(id="r1", index=3, layout="", data=block, check=0))
+    front.channel.send_event("back.0", KVData(id="r1", ticket=1, index=3, layout="", data=block, check=0))
     events, data = worker.channel.poll(5.0)
     assert events == [] and len(data) == 1
     worker._take_data(data)
