@@ -1,8 +1,8 @@
 """batch_invariant: proves that bytes don't depend on the batch, and measures what that costs beside the default mode.
 
 Run: python tests/bench/bench_invariant.py --config qwen3-8b --random-weights --device cuda:0 --json F
-  pairs: logits and KV of texts in random batches and chunks against each text alone.  answers: greedy ones of the engine
-  alone, in a batch, in other chunks and with n-gram drafts.  cost: decode steps and prefill. All in both modes.
+  pairs: logits and KV of texts in random batches and chunks against each text alone.  answers: greedy ones of an engine
+  alone, in a batch, in other chunks, with n-gram drafts.  cost: decode steps and prefill. All in both modes.
   --ops (on a card): each product by its candidates of tiles, attention and experts, beside what the default mode runs.
 """
 
