@@ -1,4 +1,4 @@
-"""batch_invariant through the stages: answers and log-probabilities alone, beside others, after hits, drafted, restored.
+"""batch_invariant through the stages: an answer is the same alone, beside others, after hits, drafted and from disk.
 
 The pool is small, so that sequences are preempted and cached blocks evicted on the way.
 """
