@@ -60,14 +60,22 @@ class Watched(Service):
     """Keeps the logits of each decode step, and checks at each turn that what names say of cached blocks stays.
 
     folder: of its disk tier; None: it has none.  mode: of replay.  seed: of what lies in the memory at first.
+    tiers: others, or more settings of them.
     """
 
     def __init__(
-        self, model: Path, folder: Path | None, mode: str = "exact", num_blocks: int = 64, seed: int = 0, **more: Any
+        self,
+        model: Path,
+        folder: Path | None,
+        mode: str = "exact",
+        num_blocks: int = 64,
+        seed: int = 0,
+        tiers: dict[str, Any] | None = None,
+        **more: Any,
     ) -> None:
-        disk = {"path": str(folder), "size": "256MiB", "segment": "1MiB", "spare": "0"}
-        tiers = {"write": "all", "disk": disk} if folder else {}
-        super().__init__(model, num_blocks=num_blocks, lookup={"tiers": tiers, "replay": mode}, **more)
+        disk = {"disk": {"path": str(folder), "size": "256MiB", "segment": "1MiB", "spare": "0"}} if folder else {}
+        lookup = {"tiers": {"write": "all", **disk, **(tiers or {})}, "replay": mode}
+        super().__init__(model, num_blocks=num_blocks, lookup=lookup, **more)
         self.engine = self.decode.engine
         self.logits: list[torch.Tensor] = []
         self._before: dict[tuple[int, bytes], bytes] = {}
