@@ -17,11 +17,6 @@ _BROKEN_BY: dict[str, tuple[tuple[object, ...], str, str]] = {
         "a bounded replay is approximate: its bytes hang on where the prefix hit ended",
         "Write `replay: exact`.",
     ),
-    "weights": (
-        ("int8", "int4"),
-        "products of packed weights choose their form by the number of rows",
-        "Leave `weights` out.",
-    ),
 }
 
 
