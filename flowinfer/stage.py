@@ -71,11 +71,15 @@ def change_class(config: type[StageConfig], name: str) -> ChangeClass:
 
 @dataclass(frozen=True)
 class ModelUse:
-    """The model that a stage loads, as the file names it. weights=False: only tokenizer, template, configuration."""
+    """The model that a stage loads, as the file names it. weights=False: only tokenizer, template, configuration.
+
+    packed: as the stage's setting `weights` says.
+    """
 
     model: str
     weights: bool = False
     dtype: str = "auto"
+    packed: str = "checkpoint"
 
 
 @dataclass(frozen=True)

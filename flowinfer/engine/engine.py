@@ -59,14 +59,14 @@ if TYPE_CHECKING:
 class Engine:
     """Weights, KV memory and held sequences of one model. `kv` is the arena tensor, as in KVLayout."""
 
-    def __init__(self, ctx: Context, model: str, dtype: str) -> None:
+    def __init__(self, ctx: Context, model: str, dtype: str, weights: str = "checkpoint") -> None:
         path = hub.resolve(model)
         torch.set_num_threads(ctx.threads)
         self.ctx = ctx
         kernels = _kernels_of(ctx)
-        self.model = load_model(path, dtype=dtype, device=ctx.device, batch_invariant=bool(kernels))
+        self.model = load_model(path, dtype=dtype, device=ctx.device, batch_invariant=bool(kernels), weights=weights)
         stored = str(self.model.dtype).removeprefix("torch.")
-        self.layout: KVLayout = hub.describe(path).layout(stored, kernels=kernels)
+        self.layout: KVLayout = hub.describe(path).layout(stored, kernels=kernels, weights=weights)
         arena = sized_arena(ctx.arena(self.layout), self.layout, ctx.device)
         self.kv = _arena_tensor(arena, self.layout, ctx.device)
         self.staging = Staging(self.kv, self.layout)
@@ -119,9 +119,10 @@ class Engine:
                 gauge.set_function(lambda window=window, row=row: float(window.peaks()[row]))
 
     @classmethod
-    def of(cls, ctx: Context, model: str, dtype: str) -> Engine:
+    def of(cls, ctx: Context, model: str, dtype: str, weights: str = "checkpoint") -> Engine:
         """The engine of this model in this worker, loaded on first use."""
-        return ctx.shared(("engine", model, dtype), lambda: cls(ctx, model, dtype), arms=True)
+        key = ("engine", model, dtype, weights)
+        return ctx.shared(key, lambda: cls(ctx, model, dtype, weights), arms=True)
 
     # ------------------------------------------------------------------------------------------- holding and freeing
 

@@ -10,11 +10,34 @@ import json
 import struct
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
+
+from pydantic import BeforeValidator
 
 from flowinfer.errors import ModelError
 
 Format = Literal["plain", "fp8", "fp4"]
+
+
+def _no_floats(value: object) -> object:
+    if value in ("fp8", "fp4"):
+        units = "8.9" if value == "fp8" else "10.0"
+        raise ValueError(
+            f"{value} products need a GPU of compute capability {units} and a kernel that isn't there: leave `weights`"
+            " out, and weights that are stored so become `dtype` as they are loaded"
+        )
+    return value
+
+
+# A setting: weights as they are stored, or quantized as they are loaded; `-only` keeps no copy for many rows.
+Weights = Annotated[Literal["checkpoint", "int8", "int4", "int8-only", "int4-only"], BeforeValidator(_no_floats)]
+
+
+def numbers_of(weights: str) -> str:
+    """Which numbers a model with this setting computes with: "" for the checkpoint's own."""
+    return "" if weights == "checkpoint" else weights.partition("-")[0]
+
+
 Block = tuple[int, int]
 Tensors = dict[str, "TensorInfo"]
 

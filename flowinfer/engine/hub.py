@@ -16,7 +16,7 @@ from pathlib import Path
 import msgspec
 
 from flowinfer.engine import manifest
-from flowinfer.engine.formats import Format, check_stored, read_tensors
+from flowinfer.engine.formats import Format, check_stored, numbers_of, read_tensors
 from flowinfer.engine.layout import BLOCK_TOKENS, KVLayout
 from flowinfer.engine.models.config import ModelConfig, read_config
 from flowinfer.engine.models.deepseek_v4.config import V4Config
@@ -58,8 +58,8 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
         """The dtype that `wanted` means for this model: auto is the file's own."""
         return self.config.dtype if wanted == "auto" else wanted
 
-    def layout(self, dtype: str = "auto", *, kernels: str = "") -> KVLayout:
-        """The shape of this model's KV in the given dtype. kernels: as in KVLayout."""
+    def layout(self, dtype: str = "auto", *, kernels: str = "", weights: str = "checkpoint") -> KVLayout:
+        """The shape of this model's KV in the given dtype. kernels: as in KVLayout. weights: as stages set them."""
         grouped = self.config if isinstance(self.config, V4Config) else None
         return KVLayout(
             model=self.digest,
@@ -71,6 +71,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
             sections=grouped.sections() if grouped else (),
             window=grouped.window if grouped else 0,
             kernels=kernels,
+            quantized=numbers_of(weights),
         )
 
 

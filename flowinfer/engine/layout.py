@@ -37,6 +37,7 @@ class KVLayout(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     Where sections are given, a block is those, one after the other, instead: first what every token behind it may read
     (compressed entries), then what only the next `window` tokens and the next group do.
     model is the digest of weights and configuration, so that blocks of other weights never match.
+    quantized: int8 or int4, where the weights were made that as they were loaded (formats.numbers_of).
     kernels: with batch_invariant, what computed the bytes (graph.kernel_set), so that blocks of others never match.
     """
 
@@ -50,6 +51,7 @@ class KVLayout(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     sections: tuple[KVSection, ...] = ()
     window: int = 0
     kernels: str = ""
+    quantized: str = ""
 
     @property
     def block_bytes(self) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from itertools import combinations
 
+from flowinfer.engine.formats import numbers_of
 from flowinfer.errors import Mark
 from flowinfer.graph.facets import FacetFlow
 from flowinfer.graph.model import Graph, StageNode, Wire
@@ -162,10 +163,15 @@ def check_models(graph: Graph) -> None:
         if (mine, theirs) in said:
             continue
         said.add((mine, theirs))
-        if (a.name, b.name) in handed and (mine.model, mine.dtype) != (theirs.model, theirs.dtype):
+        if (a.name, b.name) in handed and _kv_of(mine) != _kv_of(theirs):
             _report_ends(graph, a, b, mine, theirs)
-        elif a.worker == b.worker and a.worker and mine.model == theirs.model and mine.dtype != theirs.dtype:
-            _report_dtypes(graph, a, b, mine, theirs)
+        elif a.worker == b.worker and a.worker and mine.model == theirs.model and mine != theirs:
+            _report_engines(graph, a, b, mine, theirs)
+
+
+def _kv_of(use: ModelUse) -> tuple[str, str, str]:
+    """What the keys and values hang on; whether a copy of quantized weights is kept isn't part of it."""
+    return use.model, use.dtype, numbers_of(use.packed)
 
 
 def _hands_over(graph: Graph, a: StageNode, b: StageNode) -> bool:
@@ -178,20 +184,26 @@ def _hands_over(graph: Graph, a: StageNode, b: StageNode) -> bool:
 
 
 def _report_ends(graph: Graph, a: StageNode, b: StageNode, mine: ModelUse, theirs: ModelUse) -> None:
-    setting = "model" if mine.model != theirs.model else "dtype"
+    setting = _differing(mine, theirs)
     message = f"`{b.name}` reads the keys and values of `{a.name}`, but {_differ(a, b, mine, theirs)}."
     _report(graph, "FI319", message, a, b, setting)
 
 
-def _report_dtypes(graph: Graph, a: StageNode, b: StageNode, mine: ModelUse, theirs: ModelUse) -> None:
+def _report_engines(graph: Graph, a: StageNode, b: StageNode, mine: ModelUse, theirs: ModelUse) -> None:
     message = f"`{a.name}` and `{b.name}` share {mine.model} in `{a.worker}`, but {_differ(a, b, mine, theirs)}."
-    _report(graph, "FI408", message, a, b, "dtype")
+    _report(graph, "FI408", message, a, b, _differing(mine, theirs))
+
+
+def _differing(mine: ModelUse, theirs: ModelUse) -> str:
+    return "model" if mine.model != theirs.model else "dtype" if mine.dtype != theirs.dtype else "weights"
 
 
 def _differ(a: StageNode, b: StageNode, mine: ModelUse, theirs: ModelUse) -> str:
     if mine.model != theirs.model:
         return f"one runs {mine.model} and the other {theirs.model}"
-    return f"one runs in {mine.dtype} and the other in {theirs.dtype}"
+    if mine.dtype != theirs.dtype:
+        return f"one runs in {mine.dtype} and the other in {theirs.dtype}"
+    return f"one has `weights: {mine.packed}` and the other `weights: {theirs.packed}`"
 
 
 def _report(graph: Graph, code: str, message: str, a: StageNode, b: StageNode, setting: str) -> None:

@@ -1,4 +1,4 @@
-"""Fills in the `model` and `dtype` that a stage leaves open with what the rest of the graph says."""
+"""Fills in the `model`, `dtype` and `weights` that a stage leaves open with what the rest of the graph says."""
 
 from __future__ import annotations
 
@@ -11,19 +11,22 @@ from flowinfer.graph.settings import read_config
 from flowinfer.spec.tree import Node
 from flowinfer.stage import StageConfig
 
-_OPEN = {"model": "", "dtype": "auto"}  # settings that may be left open, and the default that means so
+# Settings that may be left open, and the default that means so.
+_OPEN = {"model": "", "dtype": "auto", "weights": "checkpoint"}
+_OF_MODEL = ("dtype", "weights")  # written once, they hold for all stages of a model
 
 
 def fill_open_settings(graph: Graph) -> None:
-    """Gives stages with an open model the one named upstream, else anywhere; then stages of one model its dtype."""
+    """Gives stages with an open model the one named upstream, else anywhere; then those of one model its settings."""
     named = {name: stage for name, stage in graph.stages.items() if _value(stage.config, "model")}
     for stage in graph.stages.values():
         if _is_open(stage.config, "model"):
             before = graph.ancestors(stage.name)
             _fill_model(graph, stage, [s for n, s in named.items() if n in before] or list(named.values()))
-    for stage in graph.stages.values():
-        if _is_open(stage.config, "dtype"):
-            _fill_dtype(graph, stage)
+    for setting in _OF_MODEL:
+        for stage in graph.stages.values():
+            if _is_open(stage.config, setting):
+                _fill(graph, stage, setting)
 
 
 def _value(config: StageConfig | None, setting: str) -> str:
@@ -42,12 +45,12 @@ def _take(graph: Graph, stage: StageNode, setting: str, giver: StageNode) -> Non
     stage.config = read_config(graph, stage, **values, **{setting: _value(giver.config, setting)})
 
 
-def _fill_dtype(graph: Graph, stage: StageNode) -> None:
-    """A dtype written once holds for all stages of its model; where two differ, the check says so."""
+def _fill(graph: Graph, stage: StageNode, setting: str) -> None:
+    """Written once, it holds for all stages of its model; where two differ, the check says so."""
     model = _value(stage.config, "model")
-    givers = [s for s in graph.stages.values() if _value(s.config, "dtype") and _value(s.config, "model") == model]
+    givers = [s for s in graph.stages.values() if _value(s.config, setting) and _value(s.config, "model") == model]
     if givers:
-        _take(graph, stage, "dtype", givers[0])
+        _take(graph, stage, setting, givers[0])
 
 
 def _fill_model(graph: Graph, stage: StageNode, givers: list[StageNode]) -> None:

@@ -8,9 +8,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from flowinfer.engine.formats import PACKED, Format, lacks
+from flowinfer.engine.formats import PACKED, Format, lacks, numbers_of
 from flowinfer.errors import ModelError
 from flowinfer.graph.devices import CUDA, Capability, capability
+from flowinfer.graph.invariance import device_kind
 from flowinfer.graph.model import Graph, StageNode
 from flowinfer.stage import ModelUse
 
@@ -22,6 +23,7 @@ def check_weights(graph: Graph) -> None:
     from flowinfer.engine import hub  # here: a graph without a model needs nothing of the engine
     from flowinfer.engine.models.config import read_config
 
+    _check_devices(graph)
     seen: set[tuple[str, str]] = set()
     for stage, use in _uses(graph):
         folder = hub.known(use.model)
@@ -41,6 +43,22 @@ def check_weights(graph: Graph) -> None:
         if error is not None:
             mark = stage.inherited.get(setting) or graph.document.value_mark("stages", stage.name, "with", setting)
             graph.problem("FI326", f"{use.model} can't run: {error.message}", mark, error.help)
+
+
+def _check_devices(graph: Graph) -> None:
+    """Quantized weights are for CPUs."""
+    from flowinfer.graph.placement import workers
+
+    found = workers(graph)
+    said: set[str] = set()
+    for stage, use in _uses(graph):
+        worker = found.get(stage.worker or "")
+        if numbers_of(use.packed) and worker and device_kind(worker.device) != "cpu" and stage.worker not in said:
+            said.add(stage.worker or "")
+            mark = stage.inherited.get("weights") or graph.document.value_mark("stages", stage.name, "with", "weights")
+            here = " (`auto` is a GPU here)" if worker.device == "auto" else ""
+            message = f"`weights: {use.packed}` is for CPUs, and `{stage.name}` runs on {worker.device}{here}."
+            graph.problem("FI416", message, mark, "Leave `weights` out, or give the worker `device: cpu`.")
 
 
 def notes(graph: Graph, capability_of: Callable[[str], Capability | None] = capability) -> list[str]:

@@ -14,6 +14,7 @@ from flowinfer.runtime.loading import Loader, make_config
 
 PROCESS_BYTES = 60 << 20  # of a worker without a model: interpreter, message types, ZeroMQ
 TORCH_BYTES = 200 << 20  # more with torch in it
+_PACKED_BYTES = {"int4": 5 / 8, "int8": 1.0}  # of a weight, scales included
 
 
 def resident(pid: int) -> int:
@@ -41,17 +42,27 @@ def estimate(plan: Plan, worker: str, load: Loader) -> int:
     for stage in (plan.stages[name] for name in own.stages if name != API):
         use = make_config(load(stage), stage).contract().model
         if use is not None and use.weights:
-            models.add(use.model)
+            models.add((use.model, use.packed))
     if models:
         size += TORCH_BYTES + (own.kv_bytes or own.tier_bytes or DEFAULT_KV_BYTES)
-    return size + sum(map(_weights, models))
+    return size + sum(_weights(*model) for model in models)
 
 
-def _weights(model: str) -> int:
+def _weights(model: str, packed: str) -> int:
+    """As in the files; quantized ones come on top, or with `-only` instead of all but the embedding."""
     from flowinfer.engine import hub
+    from flowinfer.engine.formats import numbers_of
 
     with contextlib.suppress(FlowInferError, OSError):
-        return sum(path.stat().st_size for path in hub.resolve(model).rglob("*.safetensors"))
+        folder = hub.resolve(model)
+        size = sum(path.stat().st_size for path in folder.rglob("*.safetensors"))
+        numbers = numbers_of(packed)
+        if not numbers:
+            return size
+        config = hub.describe(folder).config
+        own = round(config.num_params * _PACKED_BYTES[numbers])
+        kept = size if packed == numbers else size * config.vocab_size * config.hidden_size // config.num_params
+        return own + kept
     return 0
 
 

@@ -10,6 +10,7 @@ from pydantic import Field
 from flowinfer.cache.policies.eviction import Kind
 from flowinfer.cache.replay import DEFAULT, Mode
 from flowinfer.cache.tiers import RETENTION, STORES, Tiers
+from flowinfer.engine.formats import Weights
 from flowinfer.errors import ModelError, StageError, TransportError
 from flowinfer.message import (
     BlockRemoved,
@@ -50,7 +51,7 @@ class CacheLookup(Stage):
     listens = (BlockStored, BlockRemoved, BlocksCleared, WorkerDown, Failure, Cancel, Ended)
 
     class Config(StageConfig):
-        """model, dtype: whose KV is looked up, as in prefill.  tiers: where blocks are kept, and how much.
+        """model, dtype, weights: whose KV is looked up, as in prefill.  tiers: where blocks are kept, and how much.
 
         tiers.memory is the KV memory of this host, in equal parts of the workers that run a model unless their
         kv_memory says otherwise: what no running request holds of it is cache.
@@ -73,6 +74,7 @@ class CacheLookup(Stage):
 
         model: str = setting("", change="cold")
         dtype: Literal["auto", "float32", "bfloat16"] = setting("auto", change="cold")
+        weights: Weights = setting("checkpoint", change="cold")
         tiers: Tiers = setting(Tiers(), change="cold")
         retention: dict[str, Duration] = setting(RETENTION, change="cold")
         share_inflight: bool = setting(True, change="live")
@@ -83,7 +85,7 @@ class CacheLookup(Stage):
 
         def contract(self) -> Contract:
             """Adds prefix; reads the model's shape, not its weights."""
-            model = ModelUse(self.model, dtype=self.dtype) if self.model else None
+            model = ModelUse(self.model, dtype=self.dtype, packed=self.weights) if self.model else None
             return Contract(adds=frozenset({"prefix"}), model=model)
 
     config: Config
@@ -242,7 +244,8 @@ class CacheLookup(Stage):
             raise StageError(self.ctx.stage, "no model is set.", help="Set `model:` to the model that prefill runs.")
         try:
             kernels = getattr(self.ctx, "kernels", "")
-            layout = hub.describe(hub.resolve(self.config.model)).layout(self.config.dtype, kernels=kernels)
+            info, config = hub.describe(hub.resolve(self.config.model)), self.config
+            layout = info.layout(config.dtype, kernels=kernels, weights=config.weights)
         except ModelError as error:
             raise StageError(self.ctx.stage, error.message, help=error.help) from error
         return layout.namespace(approximate=self.config.replay == "bounded"), layout.block_tokens

@@ -160,6 +160,13 @@ def test_tenants_see_nothing_of_each_other(stage: CacheLookup) -> None:
     assert len(owners(mine)) == 3 and owners(theirs) == []
 
 
+def test_quantized_weights_have_other_names(stage: CacheLookup, model: str) -> None:
+    in_four, only_four, in_eight = (opened(model=model, weights=w) for w in ("int4", "int4-only", "int8"))
+    names = [hashes(each, prompt("a")) for each in (stage, in_four, in_eight)]
+    assert len({tuple(name) for name in names}) == 3
+    assert hashes(only_four, prompt("a")) == names[1], "the same numbers, whether a copy is kept or not"
+
+
 def test_other_dtypes_and_models_have_other_names(stage: CacheLookup, model: str) -> None:
     in_half = opened(model=model, dtype="bfloat16")
     assert not set(hashes(stage, prompt("a"))) & set(hashes(in_half, prompt("a")))

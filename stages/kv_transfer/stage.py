@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Literal
 import msgspec
 from pydantic import model_validator
 
+from flowinfer.engine.formats import Weights
 from flowinfer.errors import RequestError
 from flowinfer.graph.transports import TRANSPORTS
 from flowinfer.message import (
@@ -55,7 +56,7 @@ class KVTransfer(Stage):
     listens = (KVOffer, KVData, KVPushed, KVStopped, WorkerDown, HandOff)
 
     class Config(StageConfig):
-        """model, dtype: as in moe-decode, whose engine receives.
+        """model, dtype, weights: as in moe-decode, whose engine receives.
 
         transport: `shm` leases blocks of the host's shared arena, the others copy blocks from pool to pool: `tcp` as
         frames, `cuda_ipc` from GPU to GPU of one host, `nixl` by RDMA; `auto` takes the first that fits both workers,
@@ -65,6 +66,7 @@ class KVTransfer(Stage):
 
         model: str = setting("", change="cold")
         dtype: Literal["auto", "float32", "bfloat16"] = setting("auto", change="cold")
+        weights: Weights = setting("checkpoint", change="cold")
         transport: Literal["auto", "shm", "tcp", "cuda_ipc", "nixl"] = setting("auto", change="cold")
         interfaces: tuple[str, ...] = setting((), change="cold")
         deadline: Duration = 30.0
@@ -79,7 +81,7 @@ class KVTransfer(Stage):
             """The kv facet is needed and kept; credit is granted in blocks and comes back when decode has finished."""
             return Contract(
                 needs={"sequences": frozenset({"kv"})},
-                model=ModelUse(self.model, weights=True, dtype=self.dtype),
+                model=ModelUse(self.model, weights=True, dtype=self.dtype, packed=self.weights),
                 held=frozenset({"sequences"}),
                 units={"sequences": "blocks"},
                 beside=frozenset({"moe-decode"}),
@@ -94,7 +96,7 @@ class KVTransfer(Stage):
         from flowinfer.engine.engine import Engine
         from flowinfer.transfer.incoming import Incoming
 
-        self.engine = Engine.of(self.ctx, self.config.model, self.config.dtype)
+        self.engine = Engine.of(self.ctx, self.config.model, self.config.dtype, self.config.weights)
         for hook in (self.engine.on_release, self.engine.on_offer):
             hook.append(lambda request: self.ctx.give_back("sequences", request))
         self.incoming = Incoming(self.engine)

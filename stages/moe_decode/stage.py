@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
+from flowinfer.engine.formats import Weights
 from flowinfer.engine.held import KV_EVENTS, Run
 from flowinfer.engine.step import Features
 from flowinfer.errors import RequestError
@@ -44,6 +45,7 @@ class MoeDecode(Stage):
     class Config(StageConfig):
         """model: name, folder, GGUF or hub id.  dtype: of weights and KV.  max_batch: sequences decoded together.
 
+        weights: as in prefill.
         max_tokens: longest sequence (prompt and output); default, the model's context.
         resume_budget: time a step may spend on computing preempted sequences again.
         experts: where copies of hot experts would lie, among several workers. Planned and measured, not carried out.
@@ -51,6 +53,7 @@ class MoeDecode(Stage):
 
         model: str = setting("", change="cold")
         dtype: Literal["auto", "float32", "bfloat16"] = setting("auto", change="cold")
+        weights: Weights = setting("checkpoint", change="cold")
         max_batch: int = 64
         max_tokens: TokenCount | None = None
         resume_budget: Duration = setting(0.05, change="live")
@@ -61,7 +64,7 @@ class MoeDecode(Stage):
             return Contract(
                 needs={"sequences": frozenset({"kv"})},
                 drops=frozenset({"kv", "prefix", "bucket"}),
-                model=ModelUse(self.model, weights=True, dtype=self.dtype),
+                model=ModelUse(self.model, weights=True, dtype=self.dtype, packed=self.weights),
                 beside=frozenset({"spec-verify"}),
                 reads=frozenset({"cache-lookup"}),
             )
@@ -80,7 +83,7 @@ class MoeDecode(Stage):
         from flowinfer.transfer.departures import Departures
 
         self.query_starts = query_starts
-        self.engine = Engine.of(self.ctx, self.config.model, self.config.dtype)
+        self.engine = Engine.of(self.ctx, self.config.model, self.config.dtype, self.config.weights)
         self.lower = LowerTiers.of(self.ctx, self.engine)
         model = self.engine.model.config
         self.batch = self.ctx.shared(

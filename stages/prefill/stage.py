@@ -10,6 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Literal
 
 from flowinfer.cache.tiers import STORES
+from flowinfer.engine.formats import Weights
 from flowinfer.engine.held import KV_EVENTS, Run
 from flowinfer.errors import RequestError
 from flowinfer.message import (
@@ -53,6 +54,9 @@ class Prefill(Stage):
     class Config(StageConfig):
         """model: name, folder, GGUF or hub id.  dtype: of weights and KV; auto is the checkpoint's own.
 
+        weights: checkpoint, or what a CPU makes of them as they are loaded: int8 or int4 for few rows, with a copy in
+        dtype for many; int8-only and int4-only do without that copy.
+
         step_budget: longest time that one step may keep the device.  token_budget: a fixed number of tokens a step
         instead, for comparison.  max_prompts: prompts being computed at once.  wait: longest wait for KV blocks.
         pin_timeout: longest wait for another worker's cached prefix before it is computed again.
@@ -60,6 +64,7 @@ class Prefill(Stage):
 
         model: str = setting("", change="cold")
         dtype: Literal["auto", "float32", "bfloat16"] = setting("auto", change="cold")
+        weights: Weights = setting("checkpoint", change="cold")
         step_budget: Duration = setting(0.05, change="live")
         token_budget: TokenCount | None = setting(None, change="live")
         max_prompts: int = setting(64, change="live")
@@ -70,7 +75,7 @@ class Prefill(Stage):
             """Adds kv; gives credit back when a prompt has left; takes decode's block credit before it starts one."""
             return Contract(
                 adds=frozenset({"kv"}),
-                model=ModelUse(self.model, weights=True, dtype=self.dtype),
+                model=ModelUse(self.model, weights=True, dtype=self.dtype, packed=self.weights),
                 held=frozenset({"prompts"}),
                 reserves=True,
                 reads=frozenset({"cache-lookup"}),
@@ -87,7 +92,7 @@ class Prefill(Stage):
         from flowinfer.stages.prefill.policy import PrefillScheduler
         from flowinfer.stages.prefill.scoring import PromptScores
 
-        self.engine = Engine.of(self.ctx, self.config.model, self.config.dtype)
+        self.engine = Engine.of(self.ctx, self.config.model, self.config.dtype, self.config.weights)
         self.lower = LowerTiers.of(self.ctx, self.engine)
         self.scores = PromptScores(self.engine)
         self.scheduler = PrefillScheduler(token_budget=self.config.token_budget)

@@ -136,3 +136,40 @@ def test_known_fetches_and_converts_nothing(tmp_path: Path, monkeypatch: pytest.
     assert hub.known("smollm2-135m") is None and hub.known("no/such") is None
     made = folder(tmp_path / "model")
     assert hub.known(str(made)) == made
+
+
+PROD = ROOT / "pipelines" / "prod.yaml"
+
+
+def prod(*sets: str) -> Graph:
+    model = "vars.model=flowinfer-mini"
+    return check(load(PROD, sets=(model, "workers.prefill.device=cpu", "workers.decode.device=cpu", *sets)))
+
+
+def test_weights_written_once_hold_for_all_stages_of_the_model() -> None:
+    graph = prod("stages.decode.with.weights=int4")
+    assert not graph.problems
+    uses = [stage.contract.model for stage in graph.stages.values() if stage.contract and stage.contract.model]
+    assert {use.packed for use in uses if use.weights} == {"int4"}
+    assert graph.stages["lookup"].contract is not None and graph.stages["lookup"].contract.model is not None
+    assert graph.stages["lookup"].contract.model.packed == "int4"
+
+
+def test_ends_of_a_hand_over_must_have_the_same_numbers_but_not_the_same_copies() -> None:
+    (found,) = prod("stages.decode.with.weights=int4", "stages.prefill.with.weights=int8").problems
+    assert found.code == "FI319" and "`weights: int8`" in found.message
+    apart = prod("stages.decode.with.weights=int4-only", "stages.prefill.with.weights=int4")
+    assert [p.code for p in apart.problems if p.code == "FI319"] == []
+
+
+def test_weights_that_no_kernel_multiplies_say_what_would_do() -> None:
+    (found,) = prod("stages.decode.with.weights=fp4").problems
+    assert "compute capability 10.0" in found.message and "leave `weights` out" in found.message
+
+
+def test_quantized_weights_on_a_gpu_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    (found,) = prod("stages.decode.with.weights=int4", "workers.decode.device=cuda:0").problems
+    assert found.code == "FI416" and "runs on cuda:0" in found.message and "device: cpu" in found.help
+    monkeypatch.setattr("flowinfer.graph.invariance.count_gpus", lambda: 1)
+    (found,) = prod("stages.decode.with.weights=int4", "workers.decode.device=auto").problems
+    assert "`auto` is a GPU here" in found.message

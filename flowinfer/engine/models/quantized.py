@@ -11,15 +11,14 @@ int8: 255 levels around zero, a scale a row. Dimensions: O rows out, I columns i
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from flowinfer.engine.formats import numbers_of
 from flowinfer.engine.models.linear import Make, Projection, make_linear
 from flowinfer.errors import ModelError
-
-Weights = Literal["checkpoint", "int8", "int4", "int8-only", "int4-only"]
 
 GROUP = 32  # weights that share a scale: 5 bits a weight in all, and half the loss of 64
 FEW_ROWS = {4: 4, 8: 1}  # rows up to which the packed product is the faster: one core of an AMD EPYC with AVX-512
@@ -36,8 +35,8 @@ class Quantization(NamedTuple):
 
 def parse(weights: str) -> Quantization | None:
     """What a `weights` setting means; None for the checkpoint's own."""
-    name, _, only = weights.partition("-")
-    return None if weights == "checkpoint" else Quantization(int(name.removeprefix("int")), wide=not only)
+    numbers = numbers_of(weights)
+    return Quantization(int(numbers.removeprefix("int")), wide=numbers == weights) if numbers else None
 
 
 def quantizing(how: Quantization) -> Make:
