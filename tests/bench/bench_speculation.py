@@ -29,7 +29,7 @@ from harness import machine
 from flowinfer.bench.service import Arrival, EngineService
 from flowinfer.compare.figures import student_t
 from flowinfer.engine import heads, hub
-from flowinfer.observe import metrics
+from flowinfer.message import Ids
 from flowinfer.stages.spec_verify.drafting import Drafting
 from flowinfer.stages.spec_verify.sources import make_drafter
 from flowinfer.text.tokenizer import load_tokenizer
@@ -73,7 +73,6 @@ PROMPTS = {
     ),
 }
 DRAFTERS = ("head", "ngram", "suffix")
-POSITIONS = ("spec_drafted_per_position_total", "spec_accepted_per_position_total")
 
 
 @dataclass(frozen=True)
@@ -118,6 +117,22 @@ class Speed:
     accepted_a_step: float = 0.0
 
 
+class Tally:
+    """Takes the place of spec-verify's metrics. places [2, 8]: drafts that were verified and that held, by place."""
+
+    def __init__(self) -> None:
+        self.places = np.zeros((2, 8))
+        self.num_blocks = 0
+
+    def count(self, num_drafts: Ids, accepted: Ids) -> None:
+        self.num_blocks += int(np.count_nonzero(num_drafts))
+        for row, numbers in enumerate((num_drafts, accepted)):
+            self.places[row] += (np.arange(8) < numbers[:, None]).sum(0)
+
+    def calibrate(self, confidences: Any, hits: Ids, trials: Ids) -> None:
+        """Confidences are shown by a service's metrics."""
+
+
 class Bench:
     """One service; `use` changes how it drafts between runs, and keeps what each way has learned."""
 
@@ -142,11 +157,11 @@ class Bench:
         """Drafts this way from now on."""
         name, batch = f"{draft} {schedule} {tokens}", self.verify.batch
         if fresh or name not in self.known:
-            config = self.verify.Config(
-                draft=draft, tokens=tokens, schedule=schedule, draft_model=self.args.draft_model
-            )
+            named = {"draft_model": self.args.draft_model, "head": self.args.head}
+            config = self.verify.Config(draft=draft, tokens=tokens, schedule=schedule, **named)
             self.verify._draft_by(config, make_drafter(config, batch))
             self.known[name] = self.verify.drafting
+            self.known[name].counters = Tally()
         drafting = self.verify.drafting = self.known[name]
         batch.drafting = drafting.max_drafts > 0
         batch.feature_layers = drafting.drafter.needs_features if drafting.drafter else ()
@@ -167,9 +182,8 @@ class Bench:
     def acceptance(self, drafter: str, kind: str, temperature: float) -> Acceptance:
         """Answers all prompts of the kind, `batch` at a time."""
         self.use(drafter, fresh=True)
-        before, steps, tokens, accepted = _positions(), 0, 0, 0
+        steps, tokens, accepted = 0, 0, 0
         prompts = self.prompts([kind], self.args.prompts)
-        drafts = _total("spec_drafts_total")
         for start in range(0, len(prompts), self.args.batch):
             part = prompts[start : start + self.args.batch]
             arrivals = self.service.answer(
@@ -179,14 +193,14 @@ class Bench:
             for finish in self.service.client.ended.values():
                 tokens += finish.completion_tokens
                 accepted += finish.accepted_tokens
-        verified, held = (after - was for after, was in zip(_positions(), before, strict=True))
-        blocks = _total("spec_drafts_total") - drafts
+        tally: Any = self.verify.drafting.counters
+        (verified, held), blocks = tally.places, tally.num_blocks
         return Acceptance(
             drafter,
             kind,
             temperature,
             [float(h / v) if v else 0.0 for h, v in zip(held, verified, strict=True)],
-            accepted / max(1.0, blocks),
+            accepted / max(1, blocks),
             blocks / max(1, steps),
             accepted / max(1, steps),
             tokens,
@@ -248,20 +262,6 @@ def _name(drafter: str, schedule: str) -> str:
     return drafter if drafter == "none" else f"{drafter}, {schedule}"
 
 
-def _positions() -> np.ndarray[Any, np.dtype[np.float64]]:
-    """Verified and held drafts by place so far, [2, 8]."""
-    found = np.zeros((2, 8))
-    for name, labels, value in metrics.snapshot():
-        plain = name.removeprefix("flowinfer:")
-        if plain in POSITIONS and int(labels["position"]) < 8:
-            found[POSITIONS.index(plain), int(labels["position"])] += value
-    return found
-
-
-def _total(name: str) -> float:
-    return sum(value for found, _, value in metrics.snapshot() if found.removeprefix("flowinfer:") == name)
-
-
 def acceptance_table(rows: Sequence[Acceptance]) -> Iterator[str]:
     yield "| drafter | prompts | temperature | accepted of a draft | a step | held at place 1, 2, ... |"
     yield "|---|---|---|---|---|---|"
@@ -283,7 +283,7 @@ def drafters_of(args: argparse.Namespace) -> list[str]:
     """Those that are asked for and can be had."""
     found = []
     for name in args.drafters:
-        if name == "head" and heads.shipped(args.model) is None:
+        if name == "head" and not args.head and heads.shipped(args.model) is None:
             print(f"{args.model} has no draft head: left out")
         elif name == "model" and not args.draft_model:
             print("--draft-model names none: left out")
@@ -297,6 +297,7 @@ def arguments() -> argparse.Namespace:
     split = lambda of: lambda text: [of(part) for part in text.split(",")]  # noqa: E731
     parser.add_argument("--model", default="flowinfer-mini")
     parser.add_argument("--draft-model", default="", help="for the drafter `model`")
+    parser.add_argument("--head", default="", help="file of the draft head; by default the model's own")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--threads", type=int, default=2)
