@@ -29,6 +29,7 @@ from flowinfer.stages.spec_verify.costs import F64, I64, StepCosts
 Budget = Literal["newest", "two_steps_old", "early_stop"]
 STEPS_OLD = 2
 VAIN = 0.01  # share of the time that looks in vain may take, as far as LONGEST_WAIT lets them be that rare
+CHEAP = 0.02  # share of a step that drafting may take to be done always: a look-up's
 LONGEST_WAIT = 32  # steps from look to look while drafting doesn't pay
 MEMORY = 0.8  # of the running mean of what drafting gains
 DOUBT = 1.25  # gain below which, now and then, a step without drafts shows what those would take
@@ -116,7 +117,7 @@ class Pays:
     """Whether drafting as such is worth its time, from what the last drafts promised against plain decoding.
 
     While it isn't, looks are so rare that they take VAIN of the time, but no rarer than every LONGEST_WAIT steps:
-    drafts that cost next to nothing are always looked at. A batch that shrank is looked at anew: its rows may be cheap
+    drafts that are CHEAP are always looked at. A batch that shrank is looked at anew: its rows may be cheap
     now.
     """
 
@@ -137,7 +138,7 @@ class Pays:
         self._num = num_sequences
         self.gain += (1 - MEMORY) * (gain - self.gain)
         in_vain = max(gain, self.gain) <= 1
-        self._left = min(ceil(share / VAIN), LONGEST_WAIT) - 1 if in_vain and share > 0 else 0
+        self._left = min(ceil(share / VAIN), LONGEST_WAIT) - 1 if in_vain and share > CHEAP else 0
 
 
 class PositionAcceptance:
