@@ -24,8 +24,8 @@ from flowinfer.stage import Arena, Stage
 DEVICE = os.environ.get("FLOWINFER_TEST_DEVICE", "cpu")  # cuda:0 runs all of this on a GPU
 
 
-def save_random_llama(folder: Path, vocab_size: int, context: int) -> None:
-    """A small Llama of random weights; id 1 begins a text, id 2 ends it."""
+def save_random_llama(folder: Path, vocab_size: int, context: int) -> Any:
+    """A small Llama of random weights; id 1 begins a text, id 2 ends it. Returns it, as transformers has it."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.set_num_threads(1)
@@ -42,39 +42,52 @@ def save_random_llama(folder: Path, vocab_size: int, context: int) -> None:
         bos_token_id=1,
         eos_token_id=2,
     )
-    LlamaForCausalLM(config).save_pretrained(folder)
+    model = LlamaForCausalLM(config).eval()
+    model.save_pretrained(folder)
+    return model
 
 
-def save_random_v4(folder: Path, vocab_size: int, context: int) -> None:
-    """A small DeepSeek-V4 of random weights with all kinds of layers."""
+def save_random_v4(folder: Path, vocab_size: int, context: int) -> Any:
+    """A small DeepSeek-V4 with all kinds of layers. Every parameter is random, or some would never show in logits."""
     from transformers import DeepseekV4Config, DeepseekV4ForCausalLM
 
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    config = DeepseekV4Config(
-        vocab_size=vocab_size,
-        hidden_size=32,
-        moe_intermediate_size=32,
-        num_hidden_layers=3,
-        num_attention_heads=2,
-        head_dim=32,
-        q_lora_rank=16,
-        num_experts_per_tok=2,
-        n_routed_experts=4,
-        o_groups=2,
-        o_lora_rank=16,
-        index_n_heads=4,
-        index_head_dim=16,
-        index_topk=16,
-        layer_types=["sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"],
-        num_hash_layers=1,
-        max_position_embeddings=context,
-        qk_rope_head_dim=8,
-        initializer_range=0.3,
-        bos_token_id=1,
-        eos_token_id=2,
-    )
-    DeepseekV4ForCausalLM(config).save_pretrained(folder)
+    sizes: dict[str, Any] = {
+        "vocab_size": vocab_size,
+        "hidden_size": 32,
+        "moe_intermediate_size": 32,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 2,
+        "head_dim": 32,
+        "q_lora_rank": 16,
+        "num_experts_per_tok": 2,
+        "n_routed_experts": 4,
+        "o_groups": 2,
+        "o_lora_rank": 16,
+        "index_n_heads": 16,  # few would often give two entries a score of exactly zero
+        "index_head_dim": 16,
+        "index_topk": 16,
+        "layer_types": ["sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"],
+        "num_hash_layers": 1,
+        "max_position_embeddings": context,
+        "qk_rope_head_dim": 8,
+        "initializer_range": 0.3,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
+    model = DeepseekV4ForCausalLM(DeepseekV4Config(**sizes)).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            centre = 1.0 if "norm" in name or name.endswith("scale") else 0.0
+            parameter.normal_(centre, 0.3 if parameter.dim() > 1 else 0.5)
+        for name, buffer in model.named_buffers():
+            if name.endswith("tid2eid"):
+                buffer.copy_(torch.stack([torch.randperm(4)[:2] for _ in range(vocab_size)]))
+            elif name.endswith("e_score_correction_bias"):
+                buffer.normal_(0, 0.3)
+    model.save_pretrained(folder)
+    return model
 
 
 class Client(Stage):

@@ -5,13 +5,13 @@ A step runs the last token and some drafts; the tokens that really follow are ru
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from decode_loop import save_random_v4
 
 from flowinfer.engine import hub
 from flowinfer.engine.models import load_model
@@ -19,7 +19,6 @@ from flowinfer.engine.models.deepseek_v4.config import SPARE_ROWS
 from flowinfer.engine.step import StepInput
 from flowinfer.stages.moe_decode.stage import MAX_DRAFTS
 
-sys.path.insert(0, str(Path(__file__).parent))
 BEHIND = 7  # tokens that are looked at behind the rejected ones: into the next group of four, and over it
 NUM_TOKENS = 280
 BOUNDARIES = (4, 8, 124, 128, 132, 252, 256, 260)  # of groups of 4 and 128 and of blocks
@@ -53,11 +52,8 @@ class Runner:
 
 @pytest.fixture(scope="module")
 def runner(tmp_path_factory: pytest.TempPathFactory) -> Runner:
-    from test_deepseek_v4 import make
-
-    torch.set_num_threads(1)
     folder = tmp_path_factory.mktemp("v4")
-    make(folder, num_hidden_layers=3)
+    save_random_v4(folder, 96, 512)
     return Runner(folder)
 
 
