@@ -45,9 +45,8 @@ class HeadDraft:
 
     def guess(self, slots: Ids, num_tokens: Ids, choose: Choose) -> Guesses:
         """One pass; token after token is chosen as the target will."""
-        anchors = self._tokens[slots, num_tokens - 1]
-        sent = self._sent(slots, anchors, num_tokens - 1)
-        tokens, confidences = self._head.draft(self._state, *sent, choose)
+        rows, anchors, positions = self._sent(slots, self._tokens[slots, num_tokens - 1], num_tokens - 1)
+        tokens, confidences = self._head.draft(self._state, rows, anchors, positions, choose)
         found = np.ones(slots.size, np.bool_)
         return Guesses(found, tokens.cpu().numpy().astype(np.int32), confidences.float().cpu().numpy())
 
