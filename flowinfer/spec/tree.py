@@ -140,14 +140,14 @@ class _Reader:
             if trap:
                 self.problem(trap.code, trap.message, mark, trap.help)
         if frame and frame.is_map and frame.key is None:
+            if event.implicit[0] and event.value == "<<":
+                self.problem("FI107", "Merge keys (<<) aren't supported.", mark, "Use vars, or a file with extends.")
             self.take_key(frame, event.value, mark)
         else:
             drop = event.tag == "!drop" and not event.value
             self.place(Node(None if drop else value, mark, drop=drop))
 
     def take_key(self, frame: _Frame, key: str, mark: Mark) -> None:
-        if key == "<<":
-            self.problem("FI107", "Merge keys (<<) aren't supported.", mark, "Use vars, or a file with extends.")
         frame.key, frame.key_mark = key, mark
         if key in frame.members:
             first = frame.members[key].where

@@ -72,6 +72,11 @@ def test_switch_words_are_traps_unless_quoted(word: str) -> None:
     assert read(f"a: '{word}'").plain() == {"a": word}
 
 
+def test_a_merge_key_is_refused_unless_quoted() -> None:
+    assert [problem.code for problem in read_tree("<<: {}", "f")[1]] == ["FI107"]
+    assert read("'<<': 1").plain() == {"<<": 1}
+
+
 def test_first_of_two_equal_keys_stays_so_that_checking_can_go_on() -> None:
     node, problems = read_tree("a: 1\na: 2\n", "f")
     assert node is not None and node.plain() == {"a": 1}
