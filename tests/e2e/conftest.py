@@ -32,3 +32,10 @@ def prod(smollm2: Path) -> Iterator[Service]:
     settings = ("workers.prefill.threads=1", "workers.decode.threads=1", "stages.prefill.with.dtype=float32")
     with service("prod.yaml", *settings) as running:
         yield running
+
+
+@pytest.fixture(scope="session")
+def frames(smollm2: Path) -> Iterator[Service]:
+    """The same over workers that share no memory, as on two machines."""
+    with service("prod.yaml", "stages.prefill.with.dtype=float32", "stages.transfer.with.transport=tcp") as running:
+        yield running

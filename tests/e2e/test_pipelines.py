@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from harness import ROOT, service
+from harness import ROOT, Service, service
 
 from flowinfer.testing import PipelineTest, run_inline, run_over_http, run_real
 
@@ -40,9 +40,7 @@ def test_over_http_in_three_processes(smollm2: Path) -> None:
     assert {o.name: o.problems for o in outcomes if o.problems} == {}
 
 
-def test_kv_travels_as_frames_where_memory_isnt_shared(smollm2: Path) -> None:
-    settings = ("stages.prefill.with.dtype=float32", "stages.transfer.with.transport=tcp")
+def test_kv_travels_as_frames_where_memory_isnt_shared(frames: Service) -> None:
     path = ROOT / "pipelines" / "prod_test.yaml"
-    with service("prod.yaml", *settings) as running:
-        outcomes = list(run_over_http(path, f"http://127.0.0.1:{running.port}"))
+    outcomes = list(run_over_http(path, f"http://127.0.0.1:{frames.port}"))
     assert {o.name: o.problems for o in outcomes if o.problems} == {}
