@@ -115,6 +115,7 @@ def test_what_doesnt_divide_stays_as_it_is() -> None:
 def test_settings_by_name() -> None:
     assert parse("checkpoint") is None
     assert parse("int4") == (4, 32, True) and parse("int8-only") == (8, 32, False)
+    assert parse("int4:128-only") == (4, 128, False)
 
 
 def test_a_gpu_is_refused_with_what_would_do() -> None:
@@ -126,7 +127,9 @@ def test_a_gpu_is_refused_with_what_would_do() -> None:
 
 def products(model: Any) -> list[QuantLinear]:
     """Every quantized product of a model, wherever it hangs."""
-    found, seen, left = [], set(), [model]
+    found: list[QuantLinear] = []
+    seen: set[int] = set()
+    left = [model]
     while left:
         at = left.pop()
         if id(at) in seen or isinstance(at, (torch.Tensor, str, int, float, type(None))):

@@ -34,9 +34,12 @@ class Quantization(NamedTuple):
 
 
 def parse(weights: str) -> Quantization | None:
-    """What a `weights` setting means; None for the checkpoint's own."""
+    """What a `weights` setting means; None for the checkpoint's own. int4:64 has groups of 64, to compare with."""
     numbers = numbers_of(weights)
-    return Quantization(int(numbers.removeprefix("int")), wide=numbers == weights) if numbers else None
+    if not numbers:
+        return None
+    bits, _, group = numbers.removeprefix("int").partition(":")
+    return Quantization(int(bits), int(group or GROUP), wide=numbers == weights)
 
 
 def quantizing(how: Quantization) -> Make:
@@ -89,19 +92,20 @@ class Int4:
 
     def __init__(self, weight_OI: Tensor, group: int) -> None:
         rows, columns = weight_OI.shape
-        grouped = weight_OI.float().view(rows, columns // group, group)
+        grouped = weight_OI.to(torch.float32, copy=True).view(rows, columns // group, group)  # worked on in place
         least, most = grouped.aminmax(dim=-1)
         self.scale = ((most - least) / 15).clamp_(min=1e-8).to(weight_OI.dtype)
         self.offset = (least + 8 * self.scale.float()).to(weight_OI.dtype)
         scale, offset = self.scale.float().unsqueeze(-1), self.offset.float().unsqueeze(-1)
-        self.codes = ((grouped - offset) / scale).add_(8).round_().clamp_(0, 15).to(torch.int32).view(rows, columns)
+        grouped.sub_(offset).div_(scale).add_(8).round_().clamp_(0, 15)
+        self.codes = grouped.to(torch.int32).view(rows, columns)
         self.group, self.dtype = group, weight_OI.dtype
 
     def plain(self) -> Tensor:
         """[O, I]: the numbers that the codes stand for."""
         rows, columns = self.codes.shape
-        values = (self.codes.view(rows, -1, self.group) - 8) * self.scale.float().unsqueeze(-1)
-        return (values + self.offset.float().unsqueeze(-1)).view(rows, columns).to(self.dtype)
+        values = self.codes.view(rows, -1, self.group).float().sub_(8).mul_(self.scale.float().unsqueeze(-1))
+        return values.add_(self.offset.float().unsqueeze(-1)).view(rows, columns).to(self.dtype)
 
     def packed(self) -> Callable[[Tensor], Tensor]:
         """The product by torch's own layout of pairs."""
