@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from decode_loop import save_random_v4
+from decode_loop import DEVICE, save_random_v4
 
 from flowinfer.engine import hub
 from flowinfer.engine.models import load_model
@@ -28,22 +28,22 @@ class Runner:
     """One sequence over an arena of its own."""
 
     def __init__(self, folder: Path) -> None:
-        self.model = load_model(folder, dtype="float32")
+        self.model = load_model(folder, dtype="float32", device=DEVICE)
         self.layout = hub.describe(folder).layout("float32")
         self.blocks = np.arange(self.layout.blocks_for(NUM_TOKENS + 16), dtype=np.int32)[None]
-        self.kv = torch.full((self.blocks.size, *self.layout.block_shape), torch.nan)
+        self.kv = torch.full((self.blocks.size, *self.layout.block_shape), torch.nan, device=DEVICE)
 
     @torch.inference_mode()
     def run(self, tokens: list[int], start: int) -> torch.Tensor:
         """Logits of these tokens, which lie behind `start` tokens."""
         end = start + len(tokens)
         step = StepInput(
-            tokens=torch.tensor(tokens),
-            positions=torch.arange(start, end),
+            tokens=torch.tensor(tokens, device=DEVICE),
+            positions=torch.arange(start, end, device=DEVICE),
             query_starts=np.array([0, len(tokens)], np.int32),
             kv_lens=np.array([end], np.int32),
             block_tables=self.blocks,
-            logit_rows=torch.arange(len(tokens)),
+            logit_rows=torch.arange(len(tokens), device=DEVICE),
         )
         logits = self.model.forward(step, self.kv)
         assert logits is not None
