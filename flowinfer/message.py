@@ -604,7 +604,7 @@ class KVFetch(Event):
     """Asks the owner to push the KV of request `id` as it is computed: block i over blocks[i] of the taker's pool.
 
     first: the taker has those before.  ticket: names this transfer, among all of the service.  address: of the taker's
-    pool, as its half of the transport says it.
+    pool, as its half of the transport says it.  id "": of no request; the owner makes ready to push by this transport.
     """
 
     id: str

@@ -68,6 +68,15 @@ class Incoming:
 
     # -------------------------------------------------------------------------------------------------------- asking
 
+    def open_way(self, owner: str, way: str) -> None:
+        """Lets a worker that will compute prompts make ready to push to us."""
+        ctx, address = self.engine.ctx, self.receiver(way).address()
+        none = np.empty(0, np.int32)
+        fetch = KVFetch(
+            id="", to=ctx.worker, generation=ctx.generation, ticket=0, transport=way, blocks=none, address=address
+        )
+        ctx.send(fetch, to=owner)
+
     def prepare(self, offer: KVOffer, ways: list[str]) -> bool:
         """Sets blocks aside for a prompt and asks for them by the first of the ways. False: there's no room."""
         self.drop(offer.id)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -13,6 +14,7 @@ if TYPE_CHECKING:
     from flowinfer.engine.engine import Engine
     from flowinfer.engine.held import HeldKV
 
+log = logging.getLogger(__name__)
 POLL_S = 0.001  # how often a sender that writes by itself is asked how far it is
 
 
@@ -62,6 +64,9 @@ class Outgoing:
 
     def fetch(self, event: KVFetch) -> None:
         """Begins to push what a taker asks for; says KVStopped where it isn't, or is no longer, for that taker."""
+        if not event.id:
+            self._open_way(event)
+            return
         held = self.engine.held.get(event.id)
         if held is None or event.to not in (held.lessee, self._offered.get(event.id)):
             self._tell_stopped(event.id, event.to, event.ticket)
@@ -74,6 +79,14 @@ class Outgoing:
             return
         self._transfers[event.id] = _Transfer(push, sender, event.first, event.first)
         self.advance(held)
+
+    def _open_way(self, event: KVFetch) -> None:
+        """What the first request would wait for is done before it comes, if it can be."""
+        try:
+            push = Push("", event.ticket, event.to, event.generation, event.address, ())
+            self._sender(event.transport).push(push, 0, (), last=False)
+        except TransferError as error:
+            log.info("no way to %s by %s yet: %s", event.to, event.transport, error)
 
     def advance(self, held: HeldKV) -> None:
         """Pushes the blocks that have become complete; the last one, half full as it may be, once it is lent."""

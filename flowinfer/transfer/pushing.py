@@ -121,6 +121,8 @@ class LinkSender:
 
     def push(self, push: Push, first: int, sources: Sequence[int], *, last: bool) -> None:
         taker = self._taker_of(push)
+        if not len(sources):
+            return  # only the link was wanted
         targets = np.asarray(push.targets[first : first + len(sources)], np.int32)
         if len(targets) and not 0 <= targets.min() <= targets.max() < taker.num_blocks:
             raise TransferError(f"{push.to} asks for blocks {targets.tolist()}, which its pool doesn't have.")

@@ -85,7 +85,8 @@ class Sender(Protocol):
 
         The sources are final, but what was queued on the device before this call may still be writing them: copies on
         another stream wait for it. last: the request has no more, and somebody waits for these; with them, and only
-        with them, a sender may wait up to 2 ms, for the worker's next step would hold up the news of them.
+        with them, a sender may wait up to 2 ms, for the worker's next step would hold up the news of them. Without any
+        sources it makes ready for this taker, and says nothing of it.
         Raises TransferError when the taker can't be reached this way; then nothing of this ticket is under way.
         """
 

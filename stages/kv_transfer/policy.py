@@ -14,6 +14,16 @@ def ways_of(wanted: str, offered: Sequence[str]) -> list[str]:
     return [name for name in offered if name in TRANSPORTS and not TRANSPORTS[name].by_name]
 
 
+def early_way(wanted: str, device: str) -> str:
+    """The transport that both ends had better make ready before the first request, "" for none.
+
+    device: of the taker, `cpu` or `cuda`, which `auto` takes the owner's to be too.
+    """
+    if wanted == AUTO:
+        return "cuda_ipc" if device == "cuda" else ""
+    return wanted if TRANSPORTS[wanted].by_name or TRANSPORTS[wanted].device == "cuda" else ""
+
+
 def disagreement(owner: str, theirs: Mapping[str, str], taker: str, mine: Mapping[str, str]) -> str:
     """How the layouts of two workers differ, naming both ends."""
     names = [name for name in mine | theirs if theirs.get(name) != mine.get(name)]

@@ -30,10 +30,11 @@ from flowinfer.message import (
     Message,
     Sequence,
     WorkerDown,
+    WorkerUp,
 )
 from flowinfer.observe import metrics
 from flowinfer.stage import Contract, ModelUse, Stage, StageConfig, setting
-from flowinfer.stages.kv_transfer.policy import disagreement, ways_of
+from flowinfer.stages.kv_transfer.policy import disagreement, early_way, ways_of
 from flowinfer.transfer.transport import DamagedBlock, TransferError
 from flowinfer.units import Duration
 
@@ -53,7 +54,7 @@ class KVTransfer(Stage):
     """Brings the KV of a prefilled sequence, or of a running one, to the worker that decodes it."""
 
     kind = "kv-transfer"
-    listens = (KVOffer, KVData, KVPushed, KVStopped, WorkerDown, HandOff)
+    listens = (KVOffer, KVData, KVPushed, KVStopped, WorkerDown, WorkerUp, HandOff)
 
     class Config(StageConfig):
         """model, dtype, weights: as in moe-decode, whose engine receives.
@@ -128,11 +129,18 @@ class KVTransfer(Stage):
                     return self._go_on_without(arrival, "stopped", event.reason)
             case HandOff():
                 return self._take_up(event.sequence)
+            case WorkerUp():
+                self._open_way(event.worker)
             case WorkerDown():
                 self.dead[event.worker] = max(event.generation, self.dead.get(event.worker, 0))
                 lost = self.incoming.lost(event.worker, event.generation)
                 return [sequence for arrival in lost for sequence in self._go_on_without(arrival, "dead")]
         return None
+
+    def _open_way(self, owner: str) -> None:
+        way = early_way(self.config.transport, self.engine.model.device.type)
+        if way and owner in self.ctx.instances("prefill") and self._is_able(way):
+            self.incoming.open_way(owner, way)
 
     def cancel(self, requests: Collection[str]) -> None:
         """Drops transfers under way; their owner learns that it may free the blocks."""

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from flowinfer.message import Event, Failure, Finish, KVData, KVFetch, KVOffer, KVPushed, KVStopped, Prompt
 from flowinfer.observe import metrics
+from flowinfer.stages.kv_transfer.policy import early_way
 from flowinfer.transfer import incoming, outgoing
 from flowinfer.transfer.transport import Push, Stopped, TransferError, Written
 
@@ -354,6 +355,37 @@ def test_a_transport_that_writes_by_itself_gives_the_same_answers(start: Any, ex
     assert list(cluster.finish(one.id for one in wanted).values()) == expected
     assert len(heard) == sum(-(-(length - 1) // 64) for length in LENGTHS)
     cluster.until(lambda: is_clean(cluster))
+
+
+@pytest.mark.parametrize(
+    ("wanted", "device", "way"),
+    [
+        ("auto", "cpu", ""),
+        ("auto", "cuda", "cuda_ipc"),
+        ("cuda_ipc", "cuda", "cuda_ipc"),
+        ("nixl", "cpu", "nixl"),
+        ("tcp", "cuda", ""),
+        ("shm", "cpu", ""),
+    ],
+)
+def test_only_ways_that_take_long_are_opened_early(wanted: str, device: str, way: str) -> None:
+    assert early_way(wanted, device) == way
+
+
+@pytest.mark.usefixtures("memory")
+def test_ways_that_take_long_to_open_are_opened_before_the_first_request(
+    start: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened: list[tuple[str, bytes, int]] = []
+
+    def push(self: Memory, push: Push, first: int, sources: Sequence[int], *, last: bool) -> None:
+        opened.append((push.to, push.address, len(sources)))
+
+    monkeypatch.setattr(Memory, "push", push)
+    cluster = start(transfer={"transport": "cuda_ipc"})
+    cluster.until(lambda: bool(opened))
+    cluster.turn(3)
+    assert opened == [("decode.0", b"decode.0", 0)]
 
 
 @pytest.mark.usefixtures("memory")

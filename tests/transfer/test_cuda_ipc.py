@@ -150,6 +150,15 @@ def test_a_pool_is_mapped_once_in_the_life_of_its_worker() -> None:
     assert owner.gpu.log == ["open taker/1"]
 
 
+def test_a_push_of_nothing_opens_the_way_and_no_more_is_said_of_it() -> None:
+    owner, push = Owner(), taker()
+    owner.push(push, [], last=False)
+    owner.turn()
+    assert owner.gpu.log == ["open taker/1"] and not owner.sender.pending and not owner.gpu.under_way
+    owner.push(push, [3, 0])
+    assert owner.sender.progress() == [Written(1, 0, [0, 0])] and owner.gpu.log == ["open taker/1"]
+
+
 def test_what_is_pushed_while_the_pool_is_being_mapped_follows_in_order() -> None:
     owner, push = Owner(), taker()
     owner.push(push, [3], last=False)
