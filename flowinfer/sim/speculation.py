@@ -89,7 +89,7 @@ def tokens_per_second(world: World, schedule: DraftSchedule | None, streams: int
         rows = streams + int(lengths.sum())
         took = float(true.seconds(np.array([rows]))[0]) * float(np.exp(random.normal(0, world.jitter)))
         if schedule is not None:
-            schedule.timed(rows, took, 0.0)
+            schedule.timed(rows, took, 0.0, plain=rows == streams)
         seconds += took
         tokens += streams + int(np.minimum(held, lengths).sum())
     return tokens / seconds

@@ -53,7 +53,8 @@ class StepCosts:
 
     A residual is kept as a ratio, since a busy machine slows all of a step, and by size (those of the table, and finer
     ones beside them), since a table is never wrong by the same at all of them; sizes without ENOUGH of their own take
-    the median over all. Times never fall with B: noise must not make a larger step look cheaper.
+    the median over all. Times never fall with B: noise must not make a larger step look cheaper. Plain steps, without
+    drafts, are learned apart: on a GPU they run in another way, as captured graphs that don't wait for each other.
     """
 
     def __init__(self, table: StepTable) -> None:
@@ -61,6 +62,8 @@ class StepCosts:
         self._rows, self._base = _finer(table)
         self._ratios: dict[int, deque[float]] = defaultdict(lambda: deque(maxlen=WINDOW))
         self._all: deque[float] = deque(maxlen=WINDOW)
+        self._plain: dict[int, deque[float]] = defaultdict(lambda: deque(maxlen=WINDOW))
+        self._newest: deque[float] = deque(maxlen=WINDOW)  # of all plain steps
         self._drafts: dict[int, deque[float]] = defaultdict(lambda: deque(maxlen=DRAFTS_KEPT))
         self._corrections = np.ones(len(self._rows))
         self._stale = False
@@ -71,14 +74,29 @@ class StepCosts:
         times: F64 = base + self._table.pair_s * context * rows
         return times
 
-    def observe(self, rows: int, seconds: float, context: float = 0.0) -> None:
+    def plain_seconds(self, num_sequences: int, context: float = 0.0) -> float:
+        """Of a step without drafts."""
+        if not self.knows_plain(num_sequences):
+            return float(self.seconds(np.array([num_sequences]), context)[0])
+        return median(self._plain[self._bucket(num_sequences)]) * self._measured(num_sequences, context)
+
+    def knows_plain(self, num_sequences: int) -> bool:
+        """Whether steps without drafts, of about so many sequences, were seen."""
+        return len(self._plain[self._bucket(num_sequences)]) >= ENOUGH
+
+    def observe(self, rows: int, seconds: float, context: float = 0.0, *, plain: bool = False) -> None:
         """A step over so many rows took so long. What can't be a time says nothing."""
-        known = float(self._at(np.array([rows]), self._base)[0]) + self._table.pair_s * context * rows
         if rows <= 0 or not 0 < seconds < 1e3:
             return
-        self._ratios[self._bucket(rows)].append(seconds / known)
-        self._all.append(seconds / known)
+        kept, every = (self._plain, self._newest) if plain else (self._ratios, self._all)
+        ratio = seconds / self._measured(rows, context)
+        kept[self._bucket(rows)].append(ratio)
+        every.append(ratio)
         self._stale = True
+
+    def _measured(self, rows: int, context: float) -> float:
+        """By the table alone."""
+        return float(self._at(np.array([rows]), self._base)[0]) + self._table.pair_s * context * rows
 
     def draft_seconds(self, num_sequences: int) -> float:
         """Of drafting for so many sequences: the median at the nearest size seen, for a larger one by its share."""
@@ -103,7 +121,8 @@ class StepCosts:
 
     def _current(self) -> F64:
         if self._stale:
-            common = median(self._all) if len(self._all) >= ENOUGH else 1.0
+            seen_by_all = self._all if len(self._all) >= ENOUGH else self._newest
+            common = median(seen_by_all) if len(seen_by_all) >= ENOUGH else 1.0
             own = {size: median(seen) for size, seen in self._ratios.items() if len(seen) >= ENOUGH}
             self._corrections = np.array([own.get(size, common) for size in range(len(self._rows))])
             self._stale = False

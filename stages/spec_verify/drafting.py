@@ -77,7 +77,8 @@ class Drafting:
         """Tells the schedule how long the step took: the model, and the judgement of its rows (judged_s seconds)."""
         if self.drafter and step.seconds > 0:
             context = float(self.batch.num_tokens[step.slots].mean())
-            self.schedule.timed(int(step.starts[-1]), step.seconds + judged_s, context)
+            num_rows = int(step.starts[-1])
+            self.schedule.timed(num_rows, step.seconds + judged_s, context, plain=num_rows == step.slots.size)
 
     def observe(self, step: Logits, slots: Ids, first_rows: Ids, counts: Ids) -> None:
         """slots[i] goes on, with counts[i] new tokens: the first counts[i] of its rows ran what is history now."""

@@ -107,8 +107,8 @@ class DraftSchedule(Protocol):
         acceptance, for each j).  limits int64 [n]: drafts that there are and that may be verified, 0 .. D.
         """
 
-    def timed(self, num_rows: int, seconds: float, context: float) -> None:
-        """A step over num_rows rows, drafts included, of about `context` tokens each, took so long."""
+    def timed(self, num_rows: int, seconds: float, context: float, *, plain: bool) -> None:
+        """A step over num_rows rows of about `context` tokens each took so long. plain: there was no draft in it."""
 
     def drafted(self, num_sequences: int, seconds: float) -> None:
         """Drafting for so many sequences took so long."""
@@ -176,7 +176,7 @@ class FixedLength:
         """The limits."""
         return limits
 
-    def timed(self, num_rows: int, seconds: float, context: float) -> None:
+    def timed(self, num_rows: int, seconds: float, context: float, *, plain: bool) -> None:
         """Is of no interest."""
 
     def drafted(self, num_sequences: int, seconds: float) -> None:
@@ -205,7 +205,7 @@ class LearnedLength:
         length: I64 = np.minimum(np.logical_and.accumulate(holds, axis=1).sum(1), limits)
         return length
 
-    def timed(self, num_rows: int, seconds: float, context: float) -> None:
+    def timed(self, num_rows: int, seconds: float, context: float, *, plain: bool) -> None:
         """Is of no interest: row_cost says it."""
 
     def drafted(self, num_sequences: int, seconds: float) -> None:

@@ -32,8 +32,9 @@ VAIN = 0.01  # share of the time that looks in vain may take, as far as LONGEST_
 CHEAP = 0.02  # share of a step that drafting may take to be done always: a look-up's
 LONGEST_WAIT = 32  # steps from look to look while drafting doesn't pay
 MEMORY = 0.8  # of the running mean of what drafting gains
-DOUBT = 1.25  # gain below which, now and then, a step without drafts shows what those would take
-DOUBT_EVERY = 32  # steps
+DOUBT = 1.25  # gain below which it is less sure that drafts pay
+# Steps with drafts from one without to the next, which shows what those take: 5 soon, then at most 1 % of the time.
+UNKNOWN_EVERY, DOUBT_EVERY, SURE_EVERY = 4, 32, 128
 CHANGED = 0.75  # a batch that shrank to less of what it was is another case
 
 
@@ -61,8 +62,9 @@ def gains(chances: F64, costs: StepCosts, context: float = 0.0) -> F64:
     best = best[: int(np.count_nonzero(best))]
     num = len(chances)
     tokens = num + np.concatenate([[0.0], np.cumsum(best)])
-    seconds = costs.seconds(num + np.arange(len(tokens)), context) + costs.draft_seconds(num)
-    per_second: F64 = tokens / seconds
+    seconds = costs.seconds(num + np.arange(len(tokens)), context)
+    seconds[0] = costs.plain_seconds(num, context)
+    per_second: F64 = tokens / (seconds + costs.draft_seconds(num))
     return per_second
 
 
@@ -95,22 +97,28 @@ class ConfidenceLength:
             old = self._shares[0] if len(self._shares) == STEPS_OLD else 0.0
             self._shares.append(wanted / num)
             wanted = round(old * num)
-        plain_s = float(self.costs.seconds(np.array([num]), self._context)[0])
+        plain_s = self.costs.plain_seconds(num, self._context)
         gain = float(per_second[min(wanted, len(per_second) - 1)]) * plain_s / num
         self._pays.learn(num, gain, self.costs.draft_seconds(num) / plain_s)
         self._drafted = self._drafted + 1 if wanted else 0
-        if self._drafted > DOUBT_EVERY and self._pays.gain < DOUBT:
+        if self._drafted > self._patience(num):
             self._drafted = wanted = 0
         return split(chances, wanted)
 
-    def timed(self, num_rows: int, seconds: float, context: float = 0.0) -> None:
-        """A step over num_rows rows, each of about `context` tokens, took so long."""
+    def timed(self, num_rows: int, seconds: float, context: float = 0.0, *, plain: bool = False) -> None:
+        """A step over num_rows rows, each of about `context` tokens, took so long. plain: there was no draft in it."""
         self._context = context
-        self.costs.observe(num_rows, seconds, context)
+        self.costs.observe(num_rows, seconds, context, plain=plain)
 
     def drafted(self, num_sequences: int, seconds: float) -> None:
         """Drafting for so many sequences took so long."""
         self.costs.observe_draft(num_sequences, seconds)
+
+    def _patience(self, num_sequences: int) -> int:
+        """Steps with drafts after which one without shows what it would take."""
+        if not self.costs.knows_plain(num_sequences):
+            return UNKNOWN_EVERY
+        return DOUBT_EVERY if self._pays.gain < DOUBT else SURE_EVERY
 
 
 class Pays:

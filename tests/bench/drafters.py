@@ -87,7 +87,7 @@ class RandomLength:
     def choose(self, confidences: NDArray[np.float64], limits: NDArray[np.int64]) -> NDArray[np.int64]:
         return self._random.integers(0, limits + 1)
 
-    def timed(self, num_rows: int, seconds: float, context: float) -> None:
+    def timed(self, num_rows: int, seconds: float, context: float, *, plain: bool) -> None:
         assert num_rows > 0 and seconds > 0
 
     def drafted(self, num_sequences: int, seconds: float) -> None:
