@@ -16,9 +16,6 @@ from typing import Literal
 
 Mode = Literal["exact", "bounded", "off"]
 DEFAULT: Mode = "exact"  # what comes out never depends on what was cached
-DEFAULT: Mode = "exact"  # what comes out never depends on what was cached
-DEFAULT: Mode = "exact"  # what comes out never depends on what was cached
-DEFAULT: Mode = "exact"  # what comes out never depends on what was cached
 
 
 @dataclass(frozen=True)

@@ -92,7 +92,7 @@ class KVLayout(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     def part_bytes(self, part: str) -> int:
         """Bytes of "entries" or "state" of a block."""
         found = self.parts[part]
-        return (found.stop - found.start) * DTYPE_BYTES[self.dtype]
+        return len(range(found.start, found.stop)) * DTYPE_BYTES[self.dtype]
 
     def namespace(self, *, approximate: bool) -> str:
         """Under which blocks are named. What a bounded replay made is never found by those who want it exact."""

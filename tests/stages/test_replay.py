@@ -21,7 +21,8 @@ SHAPES = {
     "small": ([SPARSE, HEAVY, SPARSE, SLIDING], 20),
 }
 FIRST = 9  # blocks of the prompt that is on disk
-Models, Stored = Callable[[str], Path], Callable[..., Path]
+Models = Callable[[str], Path]
+Stored = Callable[..., Path]
 
 
 @pytest.fixture(scope="module")
