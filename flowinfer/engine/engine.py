@@ -26,6 +26,7 @@ from flowinfer.engine.layout import DTYPE_BYTES, KVLayout
 from flowinfer.engine.models import load_model
 from flowinfer.engine.pool import KVPool
 from flowinfer.engine.prefixes import Prefixes, mode_of
+from flowinfer.engine.prompt_features import PromptFeatures
 from flowinfer.engine.staging import Staging
 from flowinfer.engine.step import Features, Replays, StepInput
 from flowinfer.errors import ModelError
@@ -96,6 +97,7 @@ class Engine:
         self._keeper: object = None
         self.last_step = (0, 0, 0.0)  # tokens, query-key pairs, seconds of the last forward pass
         self.busy_s = 0.0  # of all forward passes that were waited for
+        self.draft_features: tuple[tuple[int, ...], int] = ((), 0)  # layers, and last tokens, that a drafter wants
         self._down: dict[str, list[KVRelease]] = {}  # dead owners, and what their successors must be told
         for request, (lessee, blocks) in arena.quarantined.items():
             self.pool.quarantine(blocks)
@@ -256,9 +258,15 @@ class Engine:
             tables[i, :used] = run.held.blocks[:used]
         tokens = np.concatenate([run.tokens for run in runs])
         replays = _replays(runs)
-        logits = self.forward(tokens, counts, kv_lens, tables, rows=rows, phase="prefill", replays=replays)
+        prompts = PromptFeatures.wanted(self.draft_features, counts, self.model.device)
+        features = prompts and prompts.features
+        logits = self.forward(
+            tokens, counts, kv_lens, tables, rows=rows, phase="prefill", features=features, replays=replays
+        )
         for run, end in zip(runs, kv_lens.tolist(), strict=True):
             run.held.num_computed = end
+        if prompts is not None:
+            prompts.keep(runs)
         return logits
 
     def forward(

@@ -54,12 +54,28 @@ class Drafting:
         self.calibration = Calibration()
         batch.drafting = self.max_drafts > 0
         batch.feature_layers = drafter.needs_features if drafter else ()
+        if batch.engine is not None:
+            batch.engine.draft_features = (batch.feature_layers, drafter.window if drafter else 0)
 
     def join(self, slot: int, progress: Progress | None = None) -> None:
         """Takes up the sequence that now runs in this slot. progress: what another worker learned of it."""
         if self.drafter:
             self.drafter.join(slot)
             self.acceptances.join(slot, *((progress.hits, progress.trials) if progress else ()))
+            self._tell_prompt(slot)
+
+    def _tell_prompt(self, slot: int) -> None:
+        """What was seen of its last tokens as they were computed, where that was in this worker."""
+        drafter, engine, request = self.drafter, self.batch.engine, self.batch.ids[slot]
+        held = engine.held.get(request) if engine is not None and request else None
+        given = held.features if held else None
+        if held is None or given is None or drafter is None or given.layers != drafter.needs_features:
+            return
+        rows = given.rows[-drafter.window :]
+        positions = np.arange(given.end - len(rows), given.end, dtype=np.int32)
+        owners = np.full(len(rows), slot, np.int32)
+        drafter.observe(Ran(owners, positions, self.batch.tokens[slot, positions], rows))
+        held.features = None
 
     def leave(self, slot: int) -> None:
         """Its sequence is gone."""

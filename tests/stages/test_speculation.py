@@ -6,13 +6,17 @@ import random
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from decode_loop import Service, prompt, save_random_llama, save_random_v4
 from drafters import Cheat, cheat, save_random_head
 
 from flowinfer.engine import hub
+from flowinfer.engine.step import Features
 from flowinfer.message import Prompt
 from flowinfer.stages.spec_verify import stage
+from flowinfer.stages.spec_verify.drafts import Ran
 from flowinfer.stages.spec_verify.head import HeadDraft
 
 VOCAB, CONTEXT = 96, 512
@@ -249,3 +253,64 @@ def test_flowinfer_mini_gives_the_same_tokens_with_drafts_of_any_length(
     assert sum(service.client.ended[p.id].accepted_tokens for p in prompts) > 0
     assert service.decode.num_steps < alone.decode.num_steps
     check_clean(service)
+
+
+class Reader(Cheat):
+    """A cheat that reads the last layer, and keeps what it's told."""
+
+    needs_features: tuple[int, ...] = (1, 0)
+    window = 40
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.told: dict[int, list[Ran]] = {}
+
+    def join(self, slot: int) -> None:
+        self.told[slot] = []
+
+    def observe(self, ran: Ran) -> None:
+        super().observe(ran)
+        for slot in dict.fromkeys(ran.slots.tolist()):
+            own = ran.slots == slot
+            features = None if ran.features is None else ran.features[torch.from_numpy(own)]
+            self.told[slot].append(Ran(ran.slots[own], ran.positions[own], ran.tokens[own], features))
+
+
+def test_a_drafter_reads_the_end_of_the_prompt_and_all_that_follows(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In chunks, and again after a preemption; each row is of the token that it says."""
+    one = prompt("r0", some_tokens(1, 215), max_tokens=30)
+    service = Service(model, num_blocks=64)
+    service.send(one)
+    answer = service.finish(["r0"])["r0"]
+    monkeypatch.setattr(stage, "make_drafter", lambda config, batch: Reader(batch, {"r0": answer}, wrong=0.2))
+    service = Service(model, num_blocks=64, verify={"schedule": "fixed"})
+    service.send(one)
+    while not service.client.tokens.get("r0"):
+        service.turn()
+    decode: Any = service.decode
+    verify: Any = service.group.by_name["verify"].stage
+    first = check_told(decode, verify.drafting.drafter)
+    assert first == 214 - 40
+    decode._preempt(0)
+    service.turn(6)
+    assert check_told(decode, verify.drafting.drafter) > first
+    assert service.finish(["r0"])["r0"] == answer
+    assert all(held.features is None for held in decode.engine.held.values())
+
+
+def check_told(decode: Any, drafter: Reader) -> int:
+    """Compares all that was said of the sequence with one pass over its history; returns its first position."""
+    (slot,) = decode.batch.slot_of.values()
+    told, history = drafter.told[slot], decode.batch.history(slot)
+    positions = np.concatenate([ran.positions for ran in told])
+    assert positions.tolist() == list(range(int(positions[0]), len(history) - 1))
+    engine, wanted = decode.engine, Features(drafter.needs_features)
+    blocks = engine.pool.allocate(engine.layout.blocks_for(len(history)))
+    counts = np.array([len(history)], np.int32)
+    engine.forward(history, counts, counts, np.array([blocks], np.int32), features=wanted)
+    engine.pool.release(blocks)
+    given = torch.cat([ran.features for ran in told if ran.features is not None])
+    torch.testing.assert_close(given, wanted.joined()[positions], rtol=1e-3, atol=1e-3)
+    return int(positions[0])

@@ -100,10 +100,9 @@ class InvariantModel(FusedModel):
         )  # fmt: skip
         embedded = F.embedding(step.tokens, self._embed_VH)
         x, delta = self._through(embedded, kv, _Rows(step.positions, blocks, tiling), step, None)
-        if x is None:
+        if x is None or step.logit_rows is None:
             return None
         _, normed = rms_norm(x, self._norm_H, self.config.norm_eps, delta=delta)
-        assert step.logit_rows is not None, "a step without logits stops in its last layer"
         return self._logits(normed[step.logit_rows])
 
     def _logits(self, x_RH: Tensor) -> Tensor:
@@ -118,13 +117,14 @@ class InvariantModel(FusedModel):
         for index, layer in enumerate(self._layers):
             x, normed = rms_norm(x, layer.input_norm_H, eps, delta=delta)
             if step is not None and index and step.wants(index - 1):
-                step.give(index - 1, x[step.logit_rows])
+                step.give(index - 1, x[step.feature_rows])
             qkv = self._product(normed, self._qkv[index])
             norms = layer.qk_norm_D
             qk = rope_write(
                 qkv, kv, index, self.heads, rows.positions, rows.blocks, self._rope_PD, norms, eps
             )  # fmt: skip
-            if step is not None and step.logit_rows is None and index == len(self._layers) - 1:
+            is_last = index == len(self._layers) - 1
+            if is_last and step is not None and step.logit_rows is None and not step.wants(index):
                 return None, None
             attended = prefill_attention(qk, kv, index, self.heads, rows.tiling)
             x, normed = rms_norm(x, layer.post_norm_H, eps, delta=self._product(attended, self._out[index]))
@@ -138,7 +138,7 @@ class InvariantModel(FusedModel):
         if step is not None and step.wants(last):
             assert delta is not None, "a layer adds something"
             given, _ = rms_norm(x.clone(), self._norm_H, eps, delta=delta)
-            step.give(last, given[step.logit_rows])
+            step.give(last, given[step.feature_rows])
         return x, delta
 
     def _by_experts(self, normed: Tensor, ffn: StackedExperts, counts: list[Tensor] | None, *, eager: bool) -> Tensor:
