@@ -31,6 +31,7 @@ class Batch:
     without the host, by `choices`, one column a field of sampling.Choice.  drafting: whether spec-verify drafts at all.
     feature_layers: target layers (0-based) whose output the drafter wants with the logits, by spec-verify.
     engine, model_name: what runs the batch and what the file calls its model, by moe-decode, for whoever drafts.
+    overlaps: whether steps of sequences that need no host can run ahead of it while nothing is drafted, by moe-decode.
     progress_of: what a sequence with this history has given, used and learned; spec-verify knows.
     """
 
@@ -60,6 +61,7 @@ class Batch:
         self.choices = tuple(np.zeros(max_slots, dtype) for dtype in ("f4", "i4", "f4", "f4", "u8"))
         self.drafting = True  # until spec-verify says otherwise
         self.feature_layers: tuple[int, ...] = ()
+        self.overlaps = False
         self.engine: Engine | None = None
         self.model_name = ""
         self.version: NDArray[np.int64] = np.zeros(max_slots, np.int64)

@@ -5,6 +5,7 @@ Dense models are one expert. Sampling, stops and drafts are spec-verify's; this 
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Collection, Iterable
 from functools import partial
@@ -101,6 +102,7 @@ class MoeDecode(Stage):
         )
         self.batch.engine, self.batch.model_name = self.engine, self.config.model
         self.overlap: Overlap | None = self._overlap()
+        self.batch.overlaps = self.overlap is not None
         load = self.engine.expert_load
         self.planner = ExpertPlanner(self.ctx, load.windows["decode"], self.config.experts) if load else None
         self.departures = Departures(self.ctx, self.engine)
@@ -486,7 +488,9 @@ class MoeDecode(Stage):
         logits: Tensor | None
         features, seconds = None, 0.0
         if self.overlap is not None and len(tokens) == len(slots) and not batch.feature_layers:
+            began = time.perf_counter()
             logits = self.overlap.graphs.logits(slots)
+            seconds = time.perf_counter() - began  # to start it; who chooses the tokens waits for it
         else:
             features = Features(batch.feature_layers) if batch.feature_layers else None
             logits = self.engine.forward(tokens, counts, kv_lens, batch.blocks[slots, :width], features=features)

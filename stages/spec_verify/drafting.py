@@ -15,7 +15,7 @@ from flowinfer.message import Ids, Logits, Progress
 from flowinfer.stages.spec_verify.calibration import Calibration
 from flowinfer.stages.spec_verify.count import SpecCounters
 from flowinfer.stages.spec_verify.drafts import F32, Acceptance, Acceptances, Choose, Drafter, DraftSchedule, Ran
-from flowinfer.stages.spec_verify.policy import count_matches
+from flowinfer.stages.spec_verify.policy import F64, count_matches
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -52,6 +52,8 @@ class Drafting:
         self.has_guess = np.zeros(batch.max_slots, np.bool_)
         self.knows_confidence = False  # whether the drafter says any
         self.calibration = Calibration()
+        self._is_ahead, self._is_due = False, False  # the last step ran ahead of the host; a look waits for that to end
+        self._landed_at = 0.0  # when the last step did that ran ahead
         batch.drafting = self.max_drafts > 0
         batch.feature_layers = drafter.needs_features if drafter else ()
         if batch.engine is not None:
@@ -90,11 +92,19 @@ class Drafting:
     # ------------------------------------------------------------------------------------------ what a step has shown
 
     def timed(self, step: Logits, judged_s: float) -> None:
-        """Tells the schedule how long the step took: the model, and the judgement of its rows (judged_s seconds)."""
-        if self.drafter and step.seconds > 0:
-            context = float(self.batch.num_tokens[step.slots].mean())
-            num_rows = int(step.starts[-1])
-            self.schedule.timed(num_rows, step.seconds + judged_s, context, plain=num_rows == step.slots.size)
+        """Tells the schedule how long the step took: the model, and the judgement of its rows (judged_s seconds).
+
+        A step that ran ahead of the host took the time since the one before it.
+        """
+        if not self.drafter:
+            return
+        context, num_rows = float(self.batch.num_tokens[step.slots].mean()), int(step.starts[-1])
+        now, before = time.perf_counter(), self._landed_at
+        self._is_ahead = step.chosen is not None
+        self._landed_at = now if self._is_ahead else 0.0
+        seconds = step.seconds + judged_s if step.seconds > 0 else now - before if self._is_ahead and before else 0.0
+        if seconds > 0:
+            self.schedule.timed(num_rows, seconds, context, plain=num_rows == step.slots.size)
 
     def observe(self, step: Logits, slots: Ids, first_rows: Ids, counts: Ids) -> None:
         """slots[i] goes on, with counts[i] new tokens: the first counts[i] of its rows ran what is history now."""
@@ -138,7 +148,7 @@ class Drafting:
         """
         ones: Ids = np.ones(slots.size, np.int32)
         confidences = self.acceptances.of(slots)
-        if not self.drafter or not self.schedule.looks(confidences[:, 0], step):
+        if not self.drafter or not self._may_guess(confidences, step):
             self.has_guess[slots] = False
             return ones, self.guesses[slots]
         num_tokens = self.batch.num_tokens[slots]
@@ -164,6 +174,16 @@ class Drafting:
             for i in [i for i, slot in enumerate(slots.tolist()) if slot in constrained and counts[i] > 1]:
                 counts[i] = 1 + self.sampler.fitting(int(slots[i]), drafts[i, : counts[i] - 1])
         return counts, drafts
+
+    def _may_guess(self, confidences: F64, step: int) -> bool:
+        """Whether drafts are wanted now; while they aren't, steps may run ahead of the host, and must land first."""
+        self._is_due = self._is_due or self.schedule.looks(confidences[:, 0], step)
+        if self.batch.overlaps and self.drafter:
+            self.batch.drafting = self._is_due
+            self.batch.feature_layers = self.drafter.needs_features if self._is_due else ()
+        may_guess = self._is_due and not self._is_ahead
+        self._is_due = self._is_due and not may_guess
+        return may_guess
 
     def _chooser(self, slots: Ids, num_tokens: Ids) -> Choose:
         """Chooses draft after draft as the target will, with its settings and its noise."""

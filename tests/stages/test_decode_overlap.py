@@ -184,6 +184,32 @@ def test_drafts_that_come_and_go_change_no_token(model: Path, draft: str, monkey
     assert all(service.client.ended[p.id].drafted_tokens > 0 for p in prompts) or draft == "ngram"
 
 
+@pytest.mark.parametrize("schedule", ["confidence", "learned"])
+@pytest.mark.parametrize("draft", ["ngram", "head"])
+def test_steps_run_ahead_while_drafting_does_not_pay(
+    model: Path, draft: str, schedule: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The head is untrained and the texts don't repeat; now and then a look is taken all the same."""
+    monkeypatch.setenv("FLOWINFER_CACHE", str(tmp_path))
+    prompts = [prompt(f"r{n}", some_tokens(n, 20 + n), max_tokens=90, temperature=1.0, seed=n) for n in range(4)]
+    verify = {"draft": draft, "schedule": schedule, "row_cost": 4.0}
+    service = Service(model, num_blocks=64, verify=verify)
+    looks: list[int] = []
+    drafting: Any = service.group.by_name["verify"].stage.drafting
+    guess = drafting.drafter.guess
+    monkeypatch.setattr(drafting.drafter, "guess", lambda *args: looks.append(1) or guess(*args))
+    if schedule == "confidence":
+        for _ in range(9):  # drafting takes as long as ten steps
+            drafting.schedule.drafted(4, 1.0)
+            drafting.schedule.timed(4, 0.1, 0.0, plain=True)
+        monkeypatch.setattr(drafting.schedule, "drafted", lambda *_: None)
+    service.send(*prompts)
+    assert service.finish(p.id for p in prompts) == step_by_step(model, prompts, monkeypatch)
+    graphs = service.decode.overlap.graphs
+    assert graphs.most_ahead == 2
+    assert 1 < len(looks) < service.decode.num_steps / 2
+
+
 def test_running_out_of_blocks_preempts_and_changes_no_token(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     prompts = [prompt(f"r{n}", some_tokens(n, 40 + n), max_tokens=120) for n in range(6)]
     service = Service(model, num_blocks=8)
