@@ -122,9 +122,14 @@ class Engine:
 
     @classmethod
     def of(cls, ctx: Context, model: str, dtype: str, weights: str = "checkpoint") -> Engine:
-        """The engine of this model in this worker, loaded on first use."""
+        """The engine of this model in this worker, loaded on first use.
+
+        Raises ModelError for a stage that wants hits to be used in another way than one that has it already.
+        """
         key = ("engine", model, dtype, weights)
-        return ctx.shared(key, lambda: cls(ctx, model, dtype, weights), arms=True)
+        engine = ctx.shared(key, lambda: cls(ctx, model, dtype, weights), arms=True)
+        engine.prefixes.check(mode_of(ctx))
+        return engine
 
     # ------------------------------------------------------------------------------------------- holding and freeing
 

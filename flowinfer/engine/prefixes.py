@@ -13,6 +13,7 @@ import torch
 
 from flowinfer.cache.replay import DEFAULT, Beginning, Mode, ReplayRule, replay_rule
 from flowinfer.engine.held import HeldKV
+from flowinfer.errors import ModelError
 from flowinfer.message import Ids, Prompt
 from flowinfer.observe import metrics
 from flowinfer.stage import Context
@@ -39,6 +40,14 @@ class Prefixes:
 
     def __init__(self, engine: Engine, mode: Mode) -> None:
         self.engine, self.mode, self.rule = engine, mode, rule_of(engine.layout, mode)
+
+    def check(self, mode: Mode) -> None:
+        """Raises ModelError where a stage beside those of this engine wants another mode: one memory can't have two."""
+        if mode != self.mode and self.engine.layout.window:
+            raise ModelError(
+                f"cache-lookup has `replay: {self.mode}` in one arm and `{mode}` in the other, in one worker.",
+                help="Place the stages with a model of the arm that differs in a worker of their own.",
+            )
 
     def start(self, prompt: Prompt) -> HeldKV | None:
         """Holds blocks for all tokens of the prompt but the last, and what is cached here of it. None: no room now.

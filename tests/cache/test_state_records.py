@@ -15,6 +15,7 @@ from windowed import HEAVY, SLIDING, SPARSE, Watched, save_random_v4, some_token
 from flowinfer.cache.disk.offline import entries
 from flowinfer.cache.keys import state_name
 from flowinfer.cli import main
+from flowinfer.errors import ModelError
 
 BLOCKS, SIZE = 6, 128
 TOKENS = some_tokens(1, BLOCKS * SIZE + 9)
@@ -128,3 +129,10 @@ def test_what_is_asked_again_leaves_a_state_where_the_shared_part_ends(
         running.settle()
     running.stop()
     check(live(model, tmp_path, prompts[6]), cold(prompts[6]), 4 * SIZE)
+
+
+def test_arms_that_replay_in_two_ways_dont_share_a_memory(model: Path) -> None:
+    running = Watched(model, None, "exact")
+    with pytest.raises(ModelError, match="in one arm and `bounded` in the other"):
+        running.engine.prefixes.check("bounded")
+    running.engine.prefixes.check("exact")
