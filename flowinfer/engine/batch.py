@@ -60,6 +60,7 @@ class Batch:
         self.on_device: NDArray[np.bool_] = np.zeros(max_slots, np.bool_)
         self.choices = tuple(np.zeros(max_slots, dtype) for dtype in ("f4", "i4", "f4", "f4", "u8"))
         self.drafting = True  # until spec-verify says otherwise
+        self.exact_draws = False  # whether who else is in the batch mustn't decide where a token is drawn
         self.feature_layers: tuple[int, ...] = ()
         self.overlaps = False
         self.engine: Engine | None = None
@@ -92,6 +93,8 @@ class Batch:
         self.num_blocks[slot] = len(blocks)
         self.limit[slot] = min(len(sequence.tokens) + sequence.sampling.max_tokens, self.max_tokens)
         self.on_device[slot] = needs_no_host(sequence.sampling)
+        if self.exact_draws and sequence.sampling.temperature > 0:
+            self.on_device[slot] = False
         for column, value in zip(self.choices, choice_of(sequence.sampling, sequence.id, self.vocab_size), strict=True):
             column[slot] = value
         self.slot_of[sequence.id] = slot

@@ -101,6 +101,7 @@ class MoeDecode(Stage):
             ),
         )
         self.batch.engine, self.batch.model_name = self.engine, self.config.model
+        self.batch.exact_draws = bool(self.engine.layout.kernels)
         self.overlap: Overlap | None = self._overlap()
         self.batch.overlaps = self.overlap is not None
         load = self.engine.expert_load
