@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 import msgspec
 
 from flowinfer.message import Ids, KVData, KVPushed
-from flowinfer.transfer.pushing import Copying, LinkSender, read_address
+from flowinfer.transfer.links import Copying, read_address
+from flowinfer.transfer.pushing import LinkSender
 from flowinfer.transfer.transport import Push, TransferError
 
 if TYPE_CHECKING:

@@ -22,7 +22,8 @@ from numpy.typing import NDArray
 
 from flowinfer.message import Ids, KVData, KVPushed
 from flowinfer.transfer.check import check_of
-from flowinfer.transfer.pushing import LinkSender, read_address
+from flowinfer.transfer.links import read_address
+from flowinfer.transfer.pushing import LinkSender
 from flowinfer.transfer.transport import DamagedBlock, Push, TransferError
 
 if TYPE_CHECKING:
