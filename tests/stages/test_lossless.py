@@ -185,4 +185,4 @@ def test_distributions_are_those_without_drafts(folder: Path, draft: str, kind: 
 @pytest.mark.slow
 @pytest.mark.parametrize(("draft", "kind", "temperature"), LONG)
 def test_distributions_hold_over_many_seeds(folder: Path, draft: str, kind: str, temperature: float) -> None:
-    check_distribution(folder, draft, {**KINDS[kind], "temperature": temperature}, 1500)
+    check_distribution(folder, draft, {**KINDS[kind], "temperature": temperature}, 800)
