@@ -264,7 +264,7 @@ class Engine:
         tokens = np.concatenate([run.tokens for run in runs])
         replays = _replays(runs)
         prompts = PromptFeatures.wanted(self.draft_features, counts, self.model.device)
-        features = prompts and prompts.features
+        features = None if prompts is None else prompts.features
         logits = self.forward(
             tokens, counts, kv_lens, tables, rows=rows, phase="prefill", features=features, replays=replays
         )
