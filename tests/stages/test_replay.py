@@ -294,3 +294,24 @@ def test_decode_apart_gets_the_window_and_replays_nothing(
         running.send(prompt(id, behind(model, 7, seed), max_tokens=70))
         assert running.finish([id]) == {id: cold(model, behind(model, 7, seed), 70)[0]}
     assert counted("prefix_replay_tokens_total") - before == 4 * 64, "the second one finds whole blocks"
+
+
+def test_what_another_worker_lacks_is_known_when_its_blocks_are_copied(
+    models: Models, stored: Stored, cluster: Callable[..., Cluster]
+) -> None:
+    """Partial ones come as such: behind the whole ones at their end nothing is replayed, before it a replay is due."""
+    model = models("two blocks")
+    disk = {"path": str(stored("two blocks")), "size": "256MiB", "segment": "1MiB", "spare": "0"}
+    running = cluster(shared=True, tiers={"disk": disk, "write": "reused"})
+    running.send(prompt("a", behind(model, 7, 2), max_tokens=4))
+    running.finish(["a"])
+    running.add("prefill.1")
+    running.leave("prefill.0", "handoff")
+    shutil.rmtree(disk["path"])
+    for id, at, seed, replayed in (("b", 7, 3, 0), ("c", 6, 4, 4)):
+        before = counted("prefix_replay_tokens_total")
+        running.send(prompt(id, behind(model, at, seed), max_tokens=4))
+        assert running.finish([id]) == {id: cold(model, behind(model, at, seed), 4)[0]}
+        assert counted("prefix_replay_tokens_total") - before == replayed * 64
+    engine = running.engine("prefill.1")  # 5 and 6 came whole, 4 has been made so
+    assert [engine.pool.is_partial(name) for name in engine.pool.names()[:7]] == [True] * 4 + [False] * 3
