@@ -134,9 +134,10 @@ class Outgoing:
         self._stopping = {id: transfer for id, transfer in self._stopping.items() if transfer.push.to != taker}
 
     def close(self) -> None:
-        """Frees what the senders have."""
+        """Frees what the senders have. Stages that share the engine may each call it."""
         for sender in self._senders.values():
             sender.close()
+        self._senders.clear()
 
     # ------------------------------------------------------------------------------------------------------- progress
 

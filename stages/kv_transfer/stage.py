@@ -101,6 +101,8 @@ class KVTransfer(Stage):
         for hook in (self.engine.on_release, self.engine.on_offer):
             hook.append(lambda request: self.ctx.give_back("sequences", request))
         self.incoming = Incoming(self.engine)
+        # An offer names no stage. Where several might be meant, blocks are asked for when the sequence has come.
+        self.takes_offers = len(self.ctx.settings_of("kv-transfer")) <= 1
         self.unable: dict[str, str] = {}  # transports that this machine turned out not to have, and why
         if TRANSPORTS.get(self.config.transport, TRANSPORTS["shm"]).moves:
             self.incoming.receiver(self.config.transport)  # who asks for one by name hears now that it isn't there
@@ -111,6 +113,7 @@ class KVTransfer(Stage):
     def close(self) -> None:
         """Lets go of what the transports took."""
         self.incoming.close()
+        self.engine.outgoing.close()
 
     def step(self, sequences: list[Sequence]) -> Iterable[Sequence]:
         """Passes on what can be decoded at once; starts the transfer of the rest."""
@@ -152,7 +155,7 @@ class KVTransfer(Stage):
 
     def _prepare(self, offer: KVOffer) -> None:
         """Sets blocks aside for a prompt that is about to be computed, and asks for them."""
-        if self.ctx.is_over(offer.id) or offer.generation <= self.dead.get(offer.owner, 0):
+        if not self.takes_offers or self.ctx.is_over(offer.id) or offer.generation <= self.dead.get(offer.owner, 0):
             return
         if offer.id in self.engine.held and offer.id not in self.incoming.arrivals:
             return  # it has come already

@@ -113,7 +113,8 @@ class Prefill(Stage):
         self.scheduler.token_budget = config.token_budget
 
     def close(self) -> None:
-        """Lets the lower tiers write what they have."""
+        """Lets the lower tiers write what they have, and ends what is pushed."""
+        self.engine.outgoing.close()
         if self.lower is not None:
             self.lower.close()
 

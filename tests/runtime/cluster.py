@@ -32,7 +32,7 @@ from flowinfer.runtime.group import Host
 from flowinfer.runtime.loading import load_class
 from flowinfer.runtime.worker import Worker
 from flowinfer.serve.ledger import Entry, Ledger
-from flowinfer.stage import Arena, Stage
+from flowinfer.stage import Arena, Clock, Stage
 
 EDGES = (
     ("api", "lookup", "Prompt", "prompts", "messages"),
@@ -131,7 +131,9 @@ class Cluster:
         draft: str = "none",
         lookup: dict[str, Any] | None = None,
         transfer: dict[str, Any] | None = None,
+        clock: Clock | None = None,
     ) -> None:
+        self.clock = clock or SystemClock()
         named = {"model": str(model), "dtype": "float32"}
         kinds: dict[str, tuple[str, dict[str, Any]]] = {
             "api": ("api", {}),
@@ -181,7 +183,7 @@ class Cluster:
             host,
             lambda stage: Door if stage.kind == "api" else load_class(stage.kind),
             channel,
-            clock=SystemClock(),
+            clock=self.clock,
         )
         worker.open()
         worker.member.leaving = {x for other in self.workers.values() for x in other.member.leaving}

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from flowinfer.message import Event, Failure, Finish, KVData, KVFetch, KVOffer, KVPushed, KVStopped, Prompt
 from flowinfer.observe import metrics
+from flowinfer.runtime.clock import FakeClock
 from flowinfer.stages.kv_transfer.policy import early_way
 from flowinfer.transfer import incoming, outgoing
 from flowinfer.transfer.transport import Push, Stopped, TransferError, Written
@@ -146,16 +147,17 @@ def test_lost_doubled_late_and_damaged_blocks_change_no_answer(
     assert [lossy.door.answer(one.id) for one in wanted] == expected
 
 
-def test_blocks_come_while_prefill_computes(start: Any) -> None:
+def test_each_block_is_pushed_with_the_chunk_that_fills_it(start: Any) -> None:
     cluster = start()
-    arrivals = cluster.workers["decode.0"].by_name["transfer"].stage.incoming.arrivals
+    prefill, engine = cluster.workers["prefill.0"].by_name["prefill"].stage, cluster.engine("prefill.0")
+    plan, pushed = prefill.scheduler.plan, []
+    prefill.scheduler.plan = lambda *budget: plan(*budget) if engine.outgoing._transfers else []
     cluster.send(*prompts("r", [330]))
-    early = []
-    cluster.until(lambda: cluster.workers["prefill.0"].by_name["prefill"].stage.prompts or early)
-    while cluster.workers["prefill.0"].by_name["prefill"].stage.prompts:
-        early += [len(arrival.missing) for arrival in arrivals.values()]
+    cluster.until(lambda: "r-330" in engine.outgoing._transfers)
+    while "r-330" in prefill.prompts:
+        pushed.append((engine.held["r-330"].num_computed // 64, engine.outgoing._transfers["r-330"].num_pushed))
         cluster.turn()
-    assert early[0] == 6 and early[-1] <= 3, "one block a chunk, and the last two chunks may still be under way"
+    assert len(pushed) >= 3 and all(computed == sent for computed, sent in pushed), pushed
     cluster.until(lambda: bool(cluster.door.ended) and is_clean(cluster))
 
 
@@ -281,6 +283,42 @@ def test_without_room_the_blocks_are_asked_for_when_the_sequence_has_come(
     pool.release(taken)
     assert list(cluster.finish(one.id for one in wanted).values()) == expected
     cluster.until(lambda: is_clean(cluster))
+
+
+def test_blocks_that_stay_away_are_waited_for_until_the_deadline_and_then_computed(
+    start: Any, expected: list[list[int]]
+) -> None:
+    clock, before = FakeClock(), counted("transfer_failures_total", reason="late")
+    cluster = start(clock=clock, transfer={"deadline": "3s"})
+    intercept(cluster, "decode.0", KVData, lambda event, hear: hear(event) if event.index < 2 else None)
+    arrivals = cluster.workers["decode.0"].by_name["transfer"].stage.incoming.arrivals
+    cluster.send(*prompts("r", [330]))
+    cluster.until(lambda: any(arrival.sequence for arrival in arrivals.values()))
+    clock.advance(2.9)
+    cluster.turn(5)
+    assert arrivals and not cluster.door.ended
+    clock.advance(0.2)
+    cluster.turn(1)
+    assert not arrivals and cluster.engine("decode.0").held["r-330"].num_computed == 2 * 64, "what has come is kept"
+    cluster.until(lambda: clock.advance(0.01) or (bool(cluster.door.ended) and is_clean(cluster)))
+    assert cluster.door.answer("r-330") == expected[-1]
+    assert counted("transfer_failures_total", reason="late") == before + 1
+
+
+def test_how_long_decode_waited_is_counted_by_transport(start: Any) -> None:
+    clock, name = FakeClock(), "transfer_exposed_seconds_sum"
+    cluster, kept = start(clock=clock), []
+    intercept(cluster, "decode.0", KVData, lambda event, hear: kept.append((event, hear)))
+    arrivals = cluster.workers["decode.0"].by_name["transfer"].stage.incoming.arrivals
+    cluster.send(*prompts("r", [330]))
+    cluster.until(lambda: any(arrival.sequence for arrival in arrivals.values()) and len(kept) == 6)
+    before, bytes_before = counted(name, transport="tcp"), counted("transfer_bytes_total", transport="tcp")
+    clock.advance(0.25)
+    for event, hear in kept:
+        hear(event)
+    assert counted(name, transport="tcp") == pytest.approx(before + 0.25)
+    moved = counted("transfer_bytes_total", transport="tcp") - bytes_before
+    assert moved == 6 * cluster.engine("decode.0").layout.block_bytes
 
 
 def test_an_owner_that_does_not_know_the_request_says_so(start: Any) -> None:
