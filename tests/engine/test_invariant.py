@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -12,15 +11,14 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from bench_invariant import Runner
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from flowinfer.engine import hub
-from flowinfer.engine.models import load_model
 from flowinfer.engine.models.invariant import Invariance, RowsLinear, plain_silu, prove_rows
 from flowinfer.engine.models.linear import Linear
 from flowinfer.engine.models.named import RANDOM
-from flowinfer.engine.step import StepInput
 from flowinfer.errors import ModelError
 
 SMALL: dict[str, Any] = {
@@ -47,45 +45,17 @@ FAMILIES: dict[str, dict[str, Any]] = {
 BLOCKS = 48
 
 
-@dataclass
-class Runner:
+def make(folder: Path, dtype: str, *, invariant: bool = True) -> Runner:
     """A model over an arena in which an earlier tenant left numbers."""
+    torch.set_num_threads(1)
+    runner = Runner(folder, dtype, "cpu", invariant=invariant, blocks=BLOCKS)
+    runner.kv.normal_(generator=torch.Generator().manual_seed(1))
+    return runner
 
-    model: Any
-    kv: torch.Tensor
-    block: int
-    free: list[int] = field(default_factory=list)
 
-    @classmethod
-    def of(cls, folder: Path, dtype: str, *, invariant: bool = True) -> Runner:
-        torch.set_num_threads(1)
-        model = load_model(folder, dtype=dtype, batch_invariant=invariant)
-        layout = hub.describe(folder).layout(dtype)
-        made = torch.Generator().manual_seed(1)
-        kv = torch.randn((BLOCKS, *layout.block_shape), generator=made, dtype=torch.float32).to(model.dtype)
-        return cls(model, kv, layout.block_tokens)
-
-    def run(self, parts: list[tuple[np.ndarray, int, np.ndarray]]) -> list[torch.Tensor]:
-        """Logits of (tokens, start, block table) of several sequences in one step, a tensor each."""
-        counts = [len(tokens) for tokens, _, _ in parts]
-        width = max(len(table) for _, _, table in parts)
-        flat = np.concatenate([tokens for tokens, _, _ in parts]).astype(np.int64)
-        positions = np.concatenate([start + np.arange(len(tokens)) for tokens, start, _ in parts])
-        step = StepInput(
-            tokens=torch.from_numpy(flat),
-            positions=torch.from_numpy(positions),
-            query_starts=np.cumsum([0, *counts]).astype(np.int32),
-            kv_lens=np.array([start + len(tokens) for tokens, start, _ in parts], np.int32),
-            block_tables=np.stack([np.pad(table, (0, width - len(table))) for _, _, table in parts]).astype(np.int32),
-            logit_rows=torch.arange(len(flat)),
-        )
-        with torch.inference_mode():
-            logits: torch.Tensor = self.model.forward(step, self.kv)
-        return list(logits.clone().split(counts))
-
-    def alone(self, tokens: np.ndarray) -> torch.Tensor:
-        """Logits of all tokens, run in one go with nothing beside them."""
-        return self.run([(tokens, 0, np.arange(-(-len(tokens) // self.block)) + 1)])[0]
+def alone(runner: Runner, tokens: np.ndarray) -> torch.Tensor:
+    """Logits of all tokens, run in one go with nothing beside them."""
+    return runner.run([(tokens, 0, np.arange(-(-len(tokens) // runner.block)) + 1)])[0].clone()
 
 
 def folder_of(root: Path, architecture: str) -> Path:
@@ -104,7 +74,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], Ru
 def runner(models: dict[tuple[str, str], Runner], root: Path, name: str, dtype: str) -> Runner:
     if (name, dtype) not in models:
         folder = hub.resolve(name) if name == "flowinfer-mini" else folder_of(root, name)
-        models[name, dtype] = Runner.of(folder, dtype)
+        models[name, dtype] = make(folder, dtype)
     return models[name, dtype]
 
 
@@ -132,7 +102,7 @@ def schedules(draw: st.DrawFn) -> tuple[list[int], list[list[tuple[int, int]]]]:
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-@pytest.mark.parametrize("name", [*FAMILIES, "flowinfer-mini"])
+@pytest.mark.parametrize("name", [*FAMILIES, pytest.param("flowinfer-mini", marks=pytest.mark.slow)])
 @settings(max_examples=3, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(plan=schedules())
 def test_bytes_are_the_same_in_any_batch_and_any_chunks(
@@ -151,21 +121,32 @@ def test_bytes_are_the_same_in_any_batch_and_any_chunks(
             found[i].append(rows)
             done[i] += n
     for tokens, rows in zip(texts, found, strict=True):
-        assert torch.equal(torch.cat(rows), run.alone(tokens))
+        assert torch.equal(torch.cat(rows), alone(run, tokens))
+
+
+def test_deepseek_v4_has_the_same_bytes_in_a_batch_and_in_chunks() -> None:
+    run = make(hub.resolve("flowinfer-mini"), "bfloat16")
+    tokens, other = text(150, 1), text(40, 2)
+    whole = alone(run, tokens)
+    table, beside = np.array([7, 9]), np.array([3])
+    pieces = [run.run([(other[:31], 0, beside), (tokens[:131], 0, table)])[1]]
+    pieces += [run.run([(tokens[i : i + 3], i, table), (other[31:33], 31, beside)])[0] for i in range(131, 149, 3)]
+    pieces.append(run.run([(tokens[149:], 149, table)])[0])
+    assert torch.equal(torch.cat(pieces), whole)
 
 
 def test_without_the_mode_a_batch_changes_bytes(tmp_path: Path) -> None:
-    run = Runner.of(folder_of(tmp_path, "LlamaForCausalLM"), "float32", invariant=False)
+    run = make(folder_of(tmp_path, "LlamaForCausalLM"), "float32", invariant=False)
     tokens = text(200, 1)
     pieces = [run.run([(tokens[i : i + 1], i, np.arange(4) + 1)])[0] for i in range(len(tokens))]
-    assert not torch.equal(torch.cat(pieces), run.alone(tokens))
+    assert not torch.equal(torch.cat(pieces), alone(run, tokens))
 
 
 def test_contexts_beyond_a_split_keep_their_bytes(models: dict[tuple[str, str], Runner], tmp_path: Path) -> None:
     run = runner(models, tmp_path, "LlamaForCausalLM", "bfloat16")
     tokens = text(1400, 3)
     table = np.arange(22)
-    whole = run.alone(tokens)
+    whole = alone(run, tokens)
     run.run([(tokens[:1390], 0, table)])
     beside = (text(3, 9), 0, np.array([30]))
     pieces = [run.run([beside, (tokens[i : i + 2], i, table)])[1] for i in range(1390, 1400, 2)]
@@ -235,7 +216,7 @@ def test_silu_of_the_mode_is_silu() -> None:
 
 @pytest.fixture(scope="module")
 def smol(smollm2: Path) -> Iterator[Runner]:
-    yield Runner.of(smollm2, "bfloat16")
+    yield make(smollm2, "bfloat16")
 
 
 def test_real_text_in_a_batch_has_its_own_bytes(smol: Runner, smollm2: Path) -> None:
@@ -245,9 +226,9 @@ def test_real_text_in_a_batch_has_its_own_bytes(smol: Runner, smollm2: Path) -> 
     lines = ("The sea was calm that morning, and", "def fib(n):\n    if n < 2:", "In 1969 the first people walked on")
     texts = [tokenizer.encode_plain(line) for line in lines]
     tables = [np.array([i + 1]) for i in range(3)]
-    alone = [smol.run([(tokens, 0, table)])[0] for tokens, table in zip(texts, tables, strict=True)]
+    single = [smol.run([(tokens, 0, table)])[0] for tokens, table in zip(texts, tables, strict=True)]
     together = smol.run([(tokens, 0, table) for tokens, table in zip(texts, tables, strict=True)])
-    assert all(torch.equal(a, b) for a, b in zip(alone, together, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(single, together, strict=True))
     smol.run([(texts[0][:3], 0, tables[0]), (texts[2][:2], 0, tables[2])])
     rest = smol.run([(texts[2][2:], 2, tables[2]), (texts[0][3:], 3, tables[0])])
-    assert torch.equal(rest[1], alone[0][3:]) and torch.equal(rest[0], alone[2][2:])
+    assert torch.equal(rest[1], single[0][3:]) and torch.equal(rest[0], single[2][2:])

@@ -94,8 +94,8 @@ def test_experts_of_a_token_are_the_same_alone_and_among_others() -> None:
 
 
 SMALL: dict[str, Any] = {
-    "vocab_size": 48, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 256, "rms_norm_eps": 1e-5,
+    "vocab_size": 48, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2,
+    "num_key_value_heads": 1, "head_dim": 16, "max_position_embeddings": 256, "rms_norm_eps": 1e-5,
     "tie_word_embeddings": True, "flowinfer_random_weights": True,
 }  # fmt: skip
 SHAPES = {
@@ -106,10 +106,11 @@ SHAPES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("name", [*SHAPES][:1] + [pytest.param(name, marks=pytest.mark.slow) for name in [*SHAPES][1:]])
 def test_a_token_decoded_has_the_bytes_of_a_token_prefilled(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    from flowinfer.engine.models import fused_invariant
     from flowinfer.engine.models import load as loading
     from flowinfer.engine.models import load_model
     from flowinfer.engine.models.invariant import Invariance
@@ -118,11 +119,14 @@ def test_a_token_decoded_has_the_bytes_of_a_token_prefilled(
     from flowinfer.kernels.decode_attention import DecodeBatch, Scratch
 
     monkeypatch.setattr(loading, "_can_fuse", lambda device, dtype: True)
+    if DEVICE == "cpu":  # each program costs a millisecond here
+        monkeypatch.setattr(fused_invariant, "_CASES", ((0, 1), (60, 16)))
+        monkeypatch.setattr(fused_invariant, "same_when_wide", lambda weight: False)
     monkeypatch.setattr(Invariance, "linear", lambda self, weight, bias=None: Linear(weight, bias))
     (tmp_path / "config.json").write_text(json.dumps(SMALL | SHAPES[name] | {"architectures": [name]}))
     model: Any = load_model(tmp_path, dtype="float32", device=DEVICE, batch_invariant=True)
     config = model.config
-    tokens = np.random.default_rng(0).integers(3, 48, 70).astype(np.int32)
+    tokens = np.random.default_rng(0).integers(3, 48, 67).astype(np.int32)
 
     def arena() -> Tensor:
         shape = (4, config.num_layers, 2, config.num_kv_heads, 64, config.head_dim)
@@ -141,15 +145,15 @@ def test_a_token_decoded_has_the_bytes_of_a_token_prefilled(
         return logits
 
     whole_kv, kv = arena(), arena()
-    whole = run(whole_kv, 0, 70)
-    assert torch.equal(torch.cat([run(kv, 0, 33), run(kv, 33, 33), run(kv, 66, 3)]), whole[:69])
+    whole = run(whole_kv, 0, 67)
+    assert torch.equal(torch.cat([run(kv, 0, 63), run(kv, 63, 3)]), whole[:66])
     batch = DecodeBatch(
         torch.tensor([-1, 0, -1], dtype=torch.int32, device=DEVICE),
-        torch.tensor([70], dtype=torch.int32, device=DEVICE),
+        torch.tensor([67], dtype=torch.int32, device=DEVICE),
         torch.tensor([[2, 1]], dtype=torch.int32, device=DEVICE),
     )
-    last = torch.from_numpy(tokens[69:]).to(DEVICE)
+    last = torch.from_numpy(tokens[66:]).to(DEVICE)
     with torch.inference_mode():
         decoded = model.decode(last, batch, kv, Scratch.make(1, model.heads, torch.device(DEVICE)))
-    assert torch.equal(decoded[1].float(), whole[69])
+    assert torch.equal(decoded[1].float(), whole[66])
     assert torch.equal(kv, whole_kv)

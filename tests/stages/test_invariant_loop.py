@@ -23,7 +23,7 @@ KINDS = {"llama": save_random_llama, "v4": save_random_v4}
 Answer = tuple[list[int], list[float]]
 
 
-@pytest.fixture(scope="module", params=KINDS)
+@pytest.fixture(scope="module", params=["llama", pytest.param("v4", marks=pytest.mark.slow)])
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.set_num_threads(1)
     folder = tmp_path_factory.mktemp(request.param)
