@@ -27,20 +27,12 @@ os.environ["FLOWINFER_TEST_DEVICE"] = options.device  # before decode_loop is re
 
 import torch  # noqa: E402
 from decode_loop import Service, prompt, save_random_llama, save_random_v4  # noqa: E402
-from drafters import Cheat, save_random_head  # noqa: E402
+from drafters import KINDS, Cheat, save_random_head  # noqa: E402
 
 from flowinfer.engine import heads, hub  # noqa: E402
 from flowinfer.message import Prompt  # noqa: E402
 from flowinfer.stages.spec_verify import sources, stage  # noqa: E402
 
-KINDS: list[dict[str, Any]] = [
-    {},
-    {"temperature": 0.9, "seed": 3},
-    {"temperature": 0.7, "frequency_penalty": 0.6, "presence_penalty": 0.3, "repetition_penalty": 1.2},
-    {"logprobs": 2},
-    {"temperature": 1.2, "top_k": 12, "top_p": 0.9, "min_tokens": 5, "ignore_eos": False},
-    {"logit_bias": {5: 2.0}},
-]
 MAKE = {"llama": save_random_llama, "deepseek_v4": save_random_v4}
 
 

@@ -19,6 +19,16 @@ from flowinfer.stages.spec_verify.drafts import Choose, Guesses, Ran
 if TYPE_CHECKING:
     import pytest
 
+# Ways to choose tokens that requests may ask for.
+KINDS: list[dict[str, Any]] = [
+    {},
+    {"temperature": 0.9, "seed": 3},
+    {"temperature": 0.7, "frequency_penalty": 0.6, "presence_penalty": 0.3, "repetition_penalty": 1.2},
+    {"logprobs": 2},
+    {"temperature": 1.2, "top_k": 12, "top_p": 0.9, "min_tokens": 5, "ignore_eos": False},
+    {"logit_bias": {5: 2.0}},
+]
+
 
 def save_random_head(model: Path, file: Path, **sizes: Any) -> None:
     """An untrained head for this model: its drafts are worthless."""

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from decode_loop import Service, prompt, save_random_llama, save_random_v4
-from drafters import Cheat, cheat, save_random_head
+from drafters import KINDS, Cheat, cheat, save_random_head
 
 from flowinfer.engine import hub
 from flowinfer.engine.step import Features
@@ -20,14 +20,6 @@ from flowinfer.stages.spec_verify.drafts import Ran
 from flowinfer.stages.spec_verify.head import HeadDraft
 
 VOCAB, CONTEXT = 96, 512
-KINDS: list[dict[str, Any]] = [
-    {},
-    {"temperature": 0.9, "seed": 3},
-    {"temperature": 0.7, "frequency_penalty": 0.6, "presence_penalty": 0.3, "repetition_penalty": 1.2},
-    {"logprobs": 2},
-    {"temperature": 1.2, "top_k": 12, "top_p": 0.9, "min_tokens": 5, "ignore_eos": False},
-    {"logit_bias": {5: 2.0}},
-]
 
 
 @pytest.fixture(scope="module", params=[save_random_llama, save_random_v4], ids=["llama", "deepseek_v4"])
