@@ -10,7 +10,7 @@ import msgspec
 
 from flowinfer.engine import hub
 from flowinfer.engine.manifest import HEAD
-from flowinfer.engine.sources import HEADS
+from flowinfer.engine.sources import ALIASES, HEADS
 from flowinfer.errors import ModelError
 
 METADATA = "flowinfer_draft"  # in the header: the head's sizes as JSON, as engine.draft writes them
@@ -31,8 +31,9 @@ class HeadInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 def shipped(model: str) -> Path | None:
     """The head that comes with a model: of the package, or a draft.safetensors in the model's own folder."""
-    if model in HEADS:
-        return HEADS[model] if HEADS[model].is_file() else None
+    name = next((alias for alias, source in ALIASES.items() if source.hub_id == model), model)
+    if name in HEADS:
+        return HEADS[name] if HEADS[name].is_file() else None
     folder = _folder(model)
     return folder / HEAD if folder and (folder / HEAD).is_file() else None
 

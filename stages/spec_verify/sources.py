@@ -124,6 +124,8 @@ def _engine(batch: Batch) -> Engine:
 
 def make_schedule(config: SpecVerify.Config, batch: Batch, *, may_measure: bool) -> DraftSchedule:
     """The schedule of `schedule`. may_measure: nothing runs yet, so that step times can be measured (2 s, once)."""
+    if config.draft == "none":
+        return FixedLength()  # of nothing
     match config.schedule:
         case "fixed":
             return FixedLength()
