@@ -16,6 +16,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -133,7 +134,7 @@ def pairs(path: Path, dtype: str, device: str, invariant: bool) -> dict[str, int
         alone.append(runner.run([(tokens, 0, table)])[0].clone())
         kv.append(runner.kv[torch.from_numpy(table).long().to(runner.device)].clone())
     runner.kv.zero_()
-    done, rows = [0] * len(texts), [[] for _ in texts]
+    done, rows = [0] * len(texts), [list[torch.Tensor]() for _ in texts]
     while any(d < len(t) for d, t in zip(done, texts, strict=True)):
         going = [i for i, tokens in enumerate(texts) if done[i] < len(tokens)]
         members = rng.permutation(going)[: rng.integers(1, len(going) + 1)].tolist()
@@ -310,7 +311,7 @@ def time_us(calls: list[Callable[[], object]]) -> float:
         end.record()
         end.synchronize()
         times.append(start.elapsed_time(end) * 1e3 / len(calls))
-    return round(statistics.median(times[1:]), 2)
+    return round(float(statistics.median(times[1:])), 2)
 
 
 def linear_us(shape: tuple[int, int], rows: int) -> dict[str, Any]:
@@ -322,14 +323,14 @@ def linear_us(shape: tuple[int, int], rows: int) -> dict[str, Any]:
     weights = [torch.randn(shape, device="cuda", dtype=torch.bfloat16).mul_(0.02) for _ in range(copies)]
     x = torch.randn(rows, shape[1], device="cuda", dtype=torch.bfloat16)
     out = x.new_empty(rows, shape[0])
-    found: dict[str, Any] = {"library": time_us([lambda w=w: torch.nn.functional.linear(x, w) for w in weights])}
-    found["ours"] = time_us([lambda w=w: invariant_linear(x, w) for w in weights])
+    found: dict[str, Any] = {"library": time_us([partial(torch.nn.functional.linear, x, w) for w in weights])}
+    found["ours"] = time_us([partial(invariant_linear, x, w) for w in weights])
     first: torch.Tensor | None = None
     for sizes in TILES:
         if sizes[0] > 64 and rows < 128:
             continue
         try:
-            us = time_us([lambda w=w, s=sizes: launch(x, w, None, False, out, s) for w in weights])
+            us = time_us([partial(launch, x, w, None, False, out, sizes) for w in weights])
         except Exception as error:
             found[str(sizes)] = type(error).__name__
             continue

@@ -55,7 +55,8 @@ def make(folder: Path, dtype: str, *, invariant: bool = True) -> Runner:
 
 def alone(runner: Runner, tokens: np.ndarray) -> torch.Tensor:
     """Logits of all tokens, run in one go with nothing beside them."""
-    return runner.run([(tokens, 0, np.arange(-(-len(tokens) // runner.block)) + 1)])[0].clone()
+    logits: torch.Tensor = runner.run([(tokens, 0, np.arange(-(-len(tokens) // runner.block)) + 1)])[0].clone()
+    return logits
 
 
 def folder_of(root: Path, architecture: str) -> Path:
@@ -86,7 +87,7 @@ def text(count: int, seed: int, vocab: int = 128) -> np.ndarray:
 def schedules(draw: st.DrawFn) -> tuple[list[int], list[list[tuple[int, int]]]]:
     """Lengths of some sequences, and steps over them: (sequence, tokens of it that the step runs), in any order."""
     lengths = draw(st.lists(st.integers(3, 330), min_size=2, max_size=5))
-    left, steps = list(lengths), []
+    left, steps = list(lengths), list[list[tuple[int, int]]]()
     while any(left):
         open_ = [i for i, n in enumerate(left) if n]
         members = draw(st.permutations(open_))[: draw(st.integers(1, len(open_)))]
@@ -159,22 +160,22 @@ class Uneven:
     def __init__(self, inner: Linear, until: int) -> None:
         self.inner, self.until = inner, until
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return self.inner(x) + (len(x) if len(x) < self.until else 0)
+    def __call__(self, x_TI: torch.Tensor) -> torch.Tensor:
+        return self.inner(x_TI) + (len(x_TI) if len(x_TI) < self.until else 0)
 
 
 class BySize(Uneven):
     """One that rounds by the exact number of rows."""
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.stack([self.inner.weight_OI @ row for row in x]) + len(x)
+    def __call__(self, x_TI: torch.Tensor) -> torch.Tensor:
+        return torch.stack([self.inner.weight_OI @ row for row in x_TI]) + len(x_TI)
 
 
 class ByPlace(Uneven):
     """One that rounds by a row's place."""
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.stack([self.inner.weight_OI @ row for row in x]) + torch.arange(len(x)).unsqueeze(1)
+    def __call__(self, x_TI: torch.Tensor) -> torch.Tensor:
+        return torch.stack([self.inner.weight_OI @ row for row in x_TI]) + torch.arange(len(x_TI)).unsqueeze(1)
 
 
 def _linear(rows: int = 8, columns: int = 8) -> Linear:

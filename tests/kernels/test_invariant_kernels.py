@@ -110,9 +110,8 @@ SHAPES = {
 def test_a_token_decoded_has_the_bytes_of_a_token_prefilled(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from flowinfer.engine.models import fused_invariant
+    from flowinfer.engine.models import fused_invariant, load_model
     from flowinfer.engine.models import load as loading
-    from flowinfer.engine.models import load_model
     from flowinfer.engine.models.invariant import Invariance
     from flowinfer.engine.models.linear import Linear
     from flowinfer.engine.step import StepInput

@@ -51,7 +51,8 @@ class RowsLinear:
         return torch.cat([self._padded(part) for part in self._parts(x_TI)])
 
     def _parts(self, x_TI: Tensor) -> tuple[Tensor, ...]:
-        return x_TI.split(self.least if self.tile else self.most)
+        parts: tuple[Tensor, ...] = x_TI.split(self.least if self.tile else self.most)
+        return parts
 
     def _padded(self, x_TI: Tensor) -> Tensor:
         missing = self.least - x_TI.shape[0]
