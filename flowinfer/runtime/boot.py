@@ -34,6 +34,7 @@ class Boot(msgspec.Struct, frozen=True, kw_only=True):
     supervisor_control: str
     life_fd: int
     threads: int = 1
+    crowded: bool = False  # the workers that run models have more threads than there are cores
     device: str = "cpu"
     engine_index: int = 0  # of the instances that run models, which `auto` spreads over the GPUs
     num_engines: int = 1

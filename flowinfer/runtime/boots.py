@@ -10,6 +10,7 @@ import msgspec
 from flowinfer.graph.plan import Plan
 from flowinfer.runtime.boot import ArenaRange, Boot
 from flowinfer.runtime.child import Child
+from flowinfer.runtime.threads import is_crowded, share
 
 if TYPE_CHECKING:
     from flowinfer.runtime.supervisor import Supervisor
@@ -29,7 +30,8 @@ def boot_of(supervisor: Supervisor, child: Child, plan: Plan) -> tuple[Boot, lis
         supervisor_data=supervisor.endpoints.data,
         supervisor_control=supervisor.endpoints.control,
         life_fd=supervisor.life_fd,
-        threads=_threads(supervisor, child.worker, plan),
+        threads=_threads(supervisor, plan).get(child.worker, (1, plan.workers[child.worker].threads or 1))[1],
+        crowded=is_crowded(_threads(supervisor, plan), _cores()),
         device=plan.workers[child.worker].device,
         engine_index=engines.index(child.name) if child.name in engines else 0,
         num_engines=max(1, len(engines)),
@@ -48,11 +50,12 @@ def quarantined(child: Child, arena: ArenaRange) -> ArenaRange:
     return msgspec.structs.replace(arena, quarantined={id: lease for id, lease in leases.items() if lease[1]})
 
 
-def _threads(supervisor: Supervisor, worker: str, plan: Plan) -> int:
-    """Threads as the file says; 0 shares the cores among the workers that run models."""
-    asked = plan.workers[worker].threads
-    engines = sum(plan.workers[name].replicas for name in supervisor.layouts if name in plan.workers)
-    if asked or worker not in supervisor.layouts:
-        return asked or 1
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, cores // engines)
+def _threads(supervisor: Supervisor, plan: Plan) -> dict[str, tuple[int, int]]:
+    """Processes, and threads of each, of the workers that run models: as the file says, or a part of the cores."""
+    running = [plan.workers[name] for name in supervisor.layouts if name in plan.workers]
+    engines = sum(worker.replicas for worker in running)
+    return {worker.name: (worker.replicas, share(worker.threads, _cores(), engines)) for worker in running}
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -19,13 +19,13 @@ from flowinfer.runtime.adopted import UNKNOWN, Adopted
 from flowinfer.runtime.boot import Boot, Report, report_path
 from flowinfer.runtime.run_dir import start_time
 from flowinfer.runtime.state import Known
+from flowinfer.runtime.threads import spinning
 
 FIRST_BACKOFF_S = 0.1
 LAST_BACKOFF_S = 30.0
 HEALTHY_S = 60.0  # after which the next death counts as the first
 
 State = Literal["starting", "ready", "down"]
-_SPINS = "20000"  # about 10 us: a thread whose peer lost its core to another process sleeps instead of burning its own
 _THREAD_SETTINGS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
 
 
@@ -64,7 +64,7 @@ class Child:
     def start(self, boot: Boot, fds: Sequence[int], now: float) -> int:
         """Starts the process of this generation; returns its id. Raises OSError when there can't be one."""
         settings = {name: str(boot.threads) for name in _THREAD_SETTINGS}
-        settings["GOMP_SPINCOUNT"] = os.environ.get("GOMP_SPINCOUNT", _SPINS)
+        settings |= spinning(boot.crowded, os.environ)
         self._report = report_path(boot.run_dir, self.name, self.generation)
         self.process = process = subprocess.Popen(
             [sys.executable, "-m", "flowinfer.runtime.worker_main", self.name],

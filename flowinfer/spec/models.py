@@ -146,7 +146,7 @@ class Worker(Section):
     replicas: int = Field(default=1, ge=1, le=1024)
     """How many processes run these stages."""
     threads: AutoCount = 0
-    """Torch threads of each process; auto shares the cores out."""
+    """Torch threads of each process; auto shares the cores out. More than there are cores don't spin for each other."""
     kv_memory: AutoSize = 0
     """Memory for keys and values of each process; auto takes what the device has to spare."""
     log_level: LogLevel | None = None

@@ -140,7 +140,7 @@ def products(model: Any) -> list[QuantLinear]:
         elif isinstance(at, (list, tuple)):
             left += at
         elif type(at).__module__.startswith("flowinfer"):
-            names = getattr(at, "__dict__", None) or getattr(at, "__slots__", ())
+            names: Any = getattr(at, "__dict__", None) or getattr(at, "__slots__", ())
             left += [getattr(at, name) for name in names]
     return found
 
