@@ -8,8 +8,8 @@ from collections.abc import Mapping
 # About 0.5 ms on an AMD EPYC, which spans the Python between two products; the library's own default spins for 6 ms.
 ALONE = {"GOMP_SPINCOUNT": "20000"}
 # With more threads than cores a peer has often lost its core, and spinning keeps it away: two workers of two threads on
-# two busy cores took ten times as long as without (tests/bench/bench_threads.py). KMP_BLOCKTIME says it to the OpenMP of
-# LLVM and Intel.
+# two busy cores took ten times as long as without (tests/bench/bench_threads.py). KMP_BLOCKTIME is the same for the
+# OpenMP of LLVM and Intel.
 CROWDED = {"GOMP_SPINCOUNT": "0", "KMP_BLOCKTIME": "0"}
 
 
