@@ -10,11 +10,18 @@ from typing import Any
 import torch
 from decode_loop import Service, prompt
 
+from flowinfer.engine import hub
 from flowinfer.message import Serving
 from flowinfer.observe import metrics
 
 VOCAB = 96
 SPARSE, HEAVY, SLIDING = "compressed_sparse_attention", "heavily_compressed_attention", "sliding_attention"
+SHAPES = {
+    "all kinds": ([SLIDING, SPARSE, HEAVY], 128),
+    "two blocks": ([SPARSE, SPARSE], 100),
+    "small": ([SPARSE, HEAVY, SPARSE, SLIDING], 20),
+}
+FIRST = 9  # blocks of the prompt that is on disk
 
 
 def save_random_v4(folder: Path, layer_types: list[str], window: int, context: int = 2048) -> Path:
@@ -135,3 +142,25 @@ class Watched(Service):
 def counted(name: str) -> float:
     """The sum of a counter over its labels, in this process so far."""
     return sum(value for metric, _, value in metrics.snapshot() if metric.endswith(name))
+
+
+def block_tokens(model: Path) -> int:
+    return hub.describe(model).layout("float32").block_tokens
+
+
+def first_tokens(model: Path) -> list[int]:
+    return some_tokens(1, FIRST * block_tokens(model) + 5)
+
+
+def behind(model: Path, at: int, seed: int = 2, count: int = 40) -> list[int]:
+    """A prompt that shares `at` blocks, and some tokens, with the one on disk."""
+    return [*first_tokens(model)[: at * block_tokens(model) + 3], *some_tokens(seed, count)]
+
+
+def cold(model: Path, tokens: list[int], max_tokens: int = 6) -> tuple[list[int], torch.Tensor]:
+    return Watched(model, None).ask(tokens, max_tokens)
+
+
+def same(found: tuple[list[int], torch.Tensor], wanted: tuple[list[int], torch.Tensor]) -> None:
+    assert found[0] == wanted[0]
+    torch.testing.assert_close(found[1], wanted[1], rtol=1e-5, atol=1e-5)
