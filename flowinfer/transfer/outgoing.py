@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 from flowinfer.graph.transports import TRANSPORTS
@@ -39,7 +40,7 @@ class Outgoing:
         self._senders: dict[str, Sender] = {}
         self._polling = False
 
-    @property
+    @cached_property  # looking for modules takes longer than an offer
     def ways(self) -> list[str]:
         """Names of the transports by which another worker can have what is held here, best first."""
         device = self.engine.model.device.type

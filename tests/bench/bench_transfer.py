@@ -275,7 +275,7 @@ class Sizes:
 def ids(tokens: int, seed: int) -> list[int]:
     """Token ids of a prompt of which nothing is left to compute once its whole blocks are cached."""
     tokens = -(-tokens // 64) * 64 + 1
-    return np.random.default_rng(seed).integers(3, 128, tokens).tolist()
+    return [int(id) for id in np.random.default_rng(seed).integers(3, 128, tokens)]
 
 
 def measure_lease(model: str, sizes: Sizes) -> dict[str, Any]:

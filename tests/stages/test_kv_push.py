@@ -15,7 +15,7 @@ from decode_loop import save_random_llama
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from flowinfer.message import Event, Failure, Finish, KVData, KVFetch, KVOffer, KVPushed, KVStopped, Prompt
+from flowinfer.message import Event, Failure, Finish, KVData, KVFetch, KVOffer, KVPushed, KVStopped, Prompt, WorkerDown
 from flowinfer.observe import metrics
 from flowinfer.runtime.clock import FakeClock
 from flowinfer.stages.kv_transfer.policy import early_way
@@ -89,8 +89,11 @@ def intercept(
 
 
 def is_clean(cluster: Cluster) -> bool:
-    engines = [cluster.engine(name) for name in cluster.workers if not name.startswith("front")]
-    return all(not engine.held and engine.pool.num_free == engine.pool.num_blocks for engine in engines)
+    return all(is_free(cluster.engine(name)) for name in cluster.workers if not name.startswith("front"))
+
+
+def is_free(engine: Any) -> bool:
+    return not engine.held and engine.pool.num_free == engine.pool.num_blocks
 
 
 def counted(name: str, **labels: str) -> float:
@@ -99,6 +102,16 @@ def counted(name: str, **labels: str) -> float:
         for sample, its, value in metrics.snapshot()
         if sample == f"flowinfer:{name}" and all(its.get(k) == v for k, v in labels.items())
     )
+
+
+def noting(notes: list[Any], of: str) -> Callable[[Any, Callable[[Any], None]], None]:
+    """For `intercept`: lets all pass, and notes a field of each."""
+
+    def take(event: Any, hear: Callable[[Any], None]) -> None:
+        notes.append(getattr(event, of))
+        hear(event)
+
+    return take
 
 
 class Faults:
@@ -163,7 +176,7 @@ def test_each_block_is_pushed_with_the_chunk_that_fills_it(start: Any) -> None:
 
 def test_what_the_decoding_worker_has_is_not_pushed_again(start: Any) -> None:
     cluster, pushed = start(), []
-    intercept(cluster, "decode.0", KVData, lambda event, hear: (pushed.append(event.index), hear(event)))
+    intercept(cluster, "decode.0", KVData, noting(pushed, "index"))
     first = prompt("a", some(200), max_tokens=60)
     cluster.send(first)
     answer = cluster.finish(["a"])["a"]
@@ -194,7 +207,7 @@ def test_a_block_of_an_earlier_try_is_refused_and_counted(start: Any, expected: 
 
 def test_a_block_that_comes_twice_is_counted(start: Any) -> None:
     cluster, before = start(), counted("transfer_refused_blocks_total")
-    intercept(cluster, "decode.0", KVData, lambda event, hear: (hear(event), hear(event)))
+    intercept(cluster, "decode.0", KVData, Faults(["twice"] * 4).take)
     cluster.send(*prompts("r", [200]))
     cluster.finish(["r-200"])
     assert counted("transfer_refused_blocks_total") == before + 4
@@ -273,7 +286,7 @@ def test_without_room_the_blocks_are_asked_for_when_the_sequence_has_come(
     start: Any, expected: list[list[int]]
 ) -> None:
     cluster, asked = start(), []
-    intercept(cluster, "prefill.0", KVFetch, lambda event, hear: (asked.append(event.id), hear(event)))
+    intercept(cluster, "prefill.0", KVFetch, noting(asked, "id"))
     pool = cluster.engine("decode.0").pool
     taken = pool.allocate(pool.num_free)
     wanted = prompts("r")
@@ -300,7 +313,12 @@ def test_blocks_that_stay_away_are_waited_for_until_the_deadline_and_then_comput
     clock.advance(0.2)
     cluster.turn(1)
     assert not arrivals and cluster.engine("decode.0").held["r-330"].num_computed == 2 * 64, "what has come is kept"
-    cluster.until(lambda: clock.advance(0.01) or (bool(cluster.door.ended) and is_clean(cluster)))
+
+    def is_over() -> bool:
+        clock.advance(0.01)
+        return bool(cluster.door.ended) and is_clean(cluster)
+
+    cluster.until(is_over)
     assert cluster.door.answer("r-330") == expected[-1]
     assert counted("transfer_failures_total", reason="late") == before + 1
 
@@ -321,9 +339,21 @@ def test_how_long_decode_waited_is_counted_by_transport(start: Any) -> None:
     assert moved == 6 * cluster.engine("decode.0").layout.block_bytes
 
 
+def test_what_a_replaced_worker_still_sends_is_refused_and_counted(start: Any) -> None:
+    cluster = start()
+    taker, prefill = cluster.workers["decode.0"], cluster.workers["prefill.0"]
+    cluster.send(*prompts("r", [330]))
+    cluster.until(lambda: "r-330" in cluster.engine("prefill.0").outgoing._transfers)
+    taker.handle(WorkerDown(worker="prefill.0", generation=1))  # which runs on, and knows nothing of it
+    assert is_free(cluster.engine("decode.0"))
+    cluster.until(lambda: not prefill.by_name["prefill"].stage.prompts)
+    cluster.until(lambda: taker.num_late.get("generation", 0) >= 6)
+    assert is_free(cluster.engine("decode.0"))
+
+
 def test_an_owner_that_does_not_know_the_request_says_so(start: Any) -> None:
     cluster, heard = start(), []
-    intercept(cluster, "decode.0", KVStopped, lambda event, hear: (heard.append(event.reason), hear(event)))
+    intercept(cluster, "decode.0", KVStopped, noting(heard, "reason"))
     intercept(cluster, "prefill.0", KVFetch, lambda event, hear: hear(msgspec.structs.replace(event, id="unknown")))
     cluster.send(*prompts("r", [200]))
     cluster.until(lambda: bool(heard))
@@ -387,7 +417,7 @@ def memory(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("memory")
 def test_a_transport_that_writes_by_itself_gives_the_same_answers(start: Any, expected: list[list[int]]) -> None:
     cluster, heard = start(), []
-    intercept(cluster, "decode.0", KVPushed, lambda event, hear: (heard.append(event.first), hear(event)))
+    intercept(cluster, "decode.0", KVPushed, noting(heard, "first"))
     wanted = prompts("r")
     cluster.send(*wanted)
     assert list(cluster.finish(one.id for one in wanted).values()) == expected
