@@ -144,9 +144,11 @@ class Incoming:
         """Takes what has arrived; returns its transfer if that has all blocks now. Raises DamagedBlock."""
         arrival = self.arrivals.get(event.id)
         if arrival is None or arrival.ticket != event.ticket:
-            return self._refuse("ticket")
+            self._refuse("ticket")
+            return None
         if isinstance(event, KVData) and event.index not in arrival.missing:
-            return self._refuse("twice")
+            self._refuse("twice")
+            return None
         arrival.missing -= set(self.receiver(arrival.way).land(event, arrival.blocks))
         return None if arrival.missing else arrival
 

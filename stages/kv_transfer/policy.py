@@ -26,7 +26,7 @@ def early_way(wanted: str, device: str) -> str:
 
 def disagreement(owner: str, theirs: Mapping[str, str], taker: str, mine: Mapping[str, str]) -> str:
     """How the layouts of two workers differ, naming both ends."""
-    names = [name for name in mine | theirs if theirs.get(name) != mine.get(name)]
+    names = [name for name in dict.fromkeys([*mine, *theirs]) if theirs.get(name) != mine.get(name)]
     here = ", ".join(f"{name} {mine.get(name, '?')}" for name in names)
     there = ", ".join(f"{name} {theirs.get(name, '?')}" for name in names)
     return f"{owner} computes keys and values with {there or 'another layout'}, and {taker} reads them with {here}."
