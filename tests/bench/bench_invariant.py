@@ -296,22 +296,9 @@ def ops(config: ModelConfig) -> dict[str, Any]:
 
 def time_us(calls: list[Callable[[], object]]) -> float:
     """Median of replays of a graph of these calls, a call."""
-    for call in calls[:2]:
-        call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for call in calls:
-            call()
-    times = []
-    for _ in range(7):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) * 1e3 / len(calls))
-    return round(float(statistics.median(times[1:])), 2)
+    from bench_kernels import graph_us  # here: it imports Triton
+
+    return round(graph_us(calls, repeats=7), 2)
 
 
 def linear_us(shape: tuple[int, int], rows: int) -> dict[str, Any]:

@@ -33,23 +33,9 @@ EPS = 1e-5
 
 
 @pytest.fixture(autouse=True)
-def right_products(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The interpreter keeps bfloat16 as uint16 and multiplies it as such: give its product float32."""
-    product = interpreter.InterpreterBuilder.create_dot
-
-    def widened(self: object, a: object, b: object, *rest: object) -> object:
-        return product(self, *(_as_float32(x) for x in (a, b)), *rest)
-
-    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", widened)
+def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     if DEVICE == "cpu":  # each program costs a millisecond here
         monkeypatch.setattr(decode_module, "PROGRAMS", 40)
-
-
-def _as_float32(x: object) -> object:
-    if x.dtype.scalar.name != "bf16":  # type: ignore[attr-defined]
-        return x
-    data = (x.data.astype(np.uint32) << 16).view(np.float32)  # type: ignore[attr-defined]
-    return interpreter.TensorHandle(data, interpreter.tl.float32)
 
 
 DTYPES = (torch.float32, torch.bfloat16)

@@ -19,28 +19,10 @@ from flowinfer.errors import KernelUnsupported
 from flowinfer.kernels.experts import bucket, gather_gated, route, weighted
 from flowinfer.kernels.invariant_linear import invariant_linear, invariant_linear_reference
 
-interpreter = pytest.importorskip("triton.runtime.interpreter")
+pytest.importorskip("triton")
 torch.set_num_threads(1)
 DEVICE = os.environ.get("FLOWINFER_TEST_DEVICE", "cpu")
 DTYPES = (torch.float32, torch.bfloat16)
-
-
-@pytest.fixture(autouse=True)
-def right_products(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The interpreter multiplies bfloat16 as uint16: give its product float32, a row at a time as the hardware does."""
-    product = interpreter.InterpreterBuilder.create_dot
-
-    def widened(self: object, a: object, b: object, *rest: object) -> object:
-        return product(self, *(_as_float32(x) for x in (a, b)), *rest)
-
-    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", widened)
-
-
-def _as_float32(x: Any) -> object:
-    if x.dtype.scalar.name != "bf16":
-        return x
-    data = (x.data.astype(np.uint32) << 16).view(np.float32)
-    return interpreter.TensorHandle(data, interpreter.tl.float32)
 
 
 def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
