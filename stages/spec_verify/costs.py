@@ -75,14 +75,17 @@ class StepCosts:
         return times
 
     def plain_seconds(self, num_sequences: int, context: float = 0.0) -> float:
-        """Of a step without drafts."""
-        if not self.knows_plain(num_sequences):
+        """Of a step without drafts; of sizes at which none was seen by the others, and before any was, as of all."""
+        own = self._plain[self._bucket(num_sequences)]
+        seen = own if len(own) >= ENOUGH else self._newest
+        if len(seen) < ENOUGH:
             return float(self.seconds(np.array([num_sequences]), context)[0])
-        return median(self._plain[self._bucket(num_sequences)]) * self._measured(num_sequences, context)
+        return median(seen) * self._measured(num_sequences, context)
 
-    def knows_plain(self, num_sequences: int) -> bool:
-        """Whether steps without drafts, of about so many sequences, were seen."""
-        return len(self._plain[self._bucket(num_sequences)]) >= ENOUGH
+    @property
+    def knows_plain(self) -> bool:
+        """Whether steps without drafts were seen."""
+        return len(self._newest) >= ENOUGH
 
     def observe(self, rows: int, seconds: float, context: float = 0.0, *, plain: bool = False) -> None:
         """A step over so many rows took so long. What can't be a time says nothing."""

@@ -67,17 +67,21 @@ class Drafting:
             self._tell_prompt(slot)
 
     def _tell_prompt(self, slot: int) -> None:
-        """What was seen of its last tokens as they were computed, where that was in this worker."""
-        drafter, engine, request = self.drafter, self.batch.engine, self.batch.ids[slot]
-        held = engine.held.get(request) if engine is not None and request else None
-        given = held.features if held else None
-        if held is None or given is None or drafter is None or given.layers != drafter.needs_features:
+        """What was seen of its last tokens as they were computed, here or in the worker that it came from."""
+        drafter, engine, prompt = self.drafter, self.batch.engine, self.batch.prompts[slot]
+        if drafter is None or not drafter.needs_features or engine is None or prompt is None:
+            return
+        from flowinfer.engine.prompt_features import unpacked
+
+        held = engine.held[prompt.id]
+        given = held.features or (unpacked(prompt.features, engine.model.device) if prompt.features else None)
+        held.features = prompt.features = None
+        if given is None or given.layers != drafter.needs_features:
             return
         rows = given.rows[-drafter.window :]
         positions = np.arange(given.end - len(rows), given.end, dtype=np.int32)
         owners = np.full(len(rows), slot, np.int32)
         drafter.observe(Ran(owners, positions, self.batch.tokens[slot, positions], rows))
-        held.features = None
 
     def leave(self, slot: int) -> None:
         """Its sequence is gone."""
@@ -136,8 +140,9 @@ class Drafting:
         if self.knows_confidence:
             self.counters.calibrate(self.confidences[slots], hits, trials)
             places = np.arange(self.max_drafts)
-            tested, held = places < trials[:, None], places < hits[:, None]
-            self.calibration.learn(self.said[slots][tested], held[tested])
+            said = self.said[slots]
+            tested, held = (places < trials[:, None]) & (said > 0), places < hits[:, None]
+            self.calibration.learn(said[tested], held[tested])
 
     # ------------------------------------------------------------------------------------------------- what runs next
 

@@ -3,8 +3,7 @@
 It shares nothing with the target but the token ids: its own weights, its own blocks, freed when a sequence ends, is
 cancelled or preempted. Where its blocks don't suffice, sequences go undrafted; nobody waits. A prompt is run through it
 CATCH_UP tokens a step at most, so that a long one doesn't hold up the others. What it drafts is chosen with the
-request's own settings and noise (see drafts.Choose); its confidence is its own probability of the token, by a learned
-temperature.
+request's own settings and noise (see drafts.Choose); its confidence is its own probability of it.
 
 Legend: n sequences, D drafts (`block`), T tokens of a forward pass, V vocabulary.
 """
@@ -19,7 +18,6 @@ import torch
 from flowinfer.engine.pool import KVPool
 from flowinfer.engine.step import StepInput
 from flowinfer.message import Ids
-from flowinfer.stages.spec_verify.calibration import Calibration
 from flowinfer.stages.spec_verify.drafts import F32, Choose, Guesses, Ran
 from flowinfer.stages.spec_verify.policy import I64, Flags
 
@@ -40,12 +38,12 @@ class ModelDraft:
     needs_features: tuple[int, ...] = ()
     window = 0
     needs_host = True
-    calibrated = True
+    calibrated = False
 
     def __init__(self, model: Model | V4Model, layout: KVLayout, tokens: Ids, *, block: int, num_blocks: int) -> None:
         """layout: of the model's KV, of which num_blocks blocks are taken.  tokens: the batch's, read in place."""
         max_slots, max_tokens = tokens.shape
-        self.block, self.calibration = block, Calibration()
+        self.block = block
         self._model, self._layout, self._tokens = model, layout, tokens
         self._kv = torch.zeros(
             (num_blocks, *layout.block_shape), dtype=getattr(torch, layout.dtype), device=model.device
@@ -56,7 +54,6 @@ class ModelDraft:
         self._num_blocks = np.zeros(max_slots, np.int64)
         self._valid = np.zeros(max_slots, np.int64)  # leading tokens of the history whose KV is there
         self._drafts = np.zeros((max_slots, block), np.int32)
-        self._chances = np.zeros((max_slots, block), np.float32)  # that the model gave them
         self._drafted_at = np.full(max_slots, -1, np.int64)  # position of the first draft; -1: there is none
 
     @property
@@ -92,9 +89,9 @@ class ModelDraft:
         chances = np.zeros((slots.size, self.block), np.float32)
         if found.any():
             self._draft(slots, num_tokens, found, choose, drafts, chances)
-        self._drafts[slots], self._chances[slots] = drafts, chances
+        self._drafts[slots] = drafts
         self._drafted_at[slots] = np.where(found, num_tokens, -1)
-        return Guesses(found, drafts, self.calibration.apply(chances) * found[:, None])
+        return Guesses(found, drafts, chances)
 
     @torch.inference_mode()
     def _draft(self, slots: Ids, num_tokens: Ids, found: Flags, choose: Choose, drafts: Ids, chances: F32) -> None:
@@ -114,20 +111,15 @@ class ModelDraft:
         self._valid[able] = num_tokens[found]
 
     def _settle(self, slots: Ids, num_tokens: Ids) -> None:
-        """Drafts that became history needn't be run again; the calibration learns from those that met a token."""
+        """Drafts that became history needn't be run again."""
         drafted = self._drafted_at[slots] >= 0
         slots, num_tokens = slots[drafted], num_tokens[drafted]
         first = self._drafted_at[slots]
-        columns = np.arange(self.block)
-        there = first[:, None] + columns < num_tokens[:, None]
-        came = self._tokens[slots[:, None], np.minimum(first[:, None] + columns, self._tokens.shape[1] - 1)]
-        held = np.logical_and.accumulate((came == self._drafts[slots]) & there, axis=1)
-        num_held = held.sum(1)
-        self._valid[slots] = first + np.minimum(num_held, self.block - 1)  # the last draft was never run
+        places = first[:, None] + np.arange(self.block)
+        came = self._tokens[slots[:, None], np.minimum(places, self._tokens.shape[1] - 1)]
+        held = np.logical_and.accumulate((came == self._drafts[slots]) & (places < num_tokens[:, None]), axis=1)
+        self._valid[slots] = first + np.minimum(held.sum(1), self.block - 1)  # the last draft was never run
         self._drafted_at[slots] = -1
-        tested = there & (columns <= num_held[:, None])
-        if tested.any():
-            self.calibration.learn(self._chances[slots][tested], held[tested])
 
     def _with_room(self, slots: Ids, num_tokens: Ids) -> Flags:
         """Which sequences have blocks for their history and their drafts; takes them."""

@@ -34,7 +34,7 @@ LONGEST_WAIT = 32  # steps from look to look while drafting doesn't pay
 MEMORY = 0.8  # of the running mean of what drafting gains
 DOUBT = 1.25  # gain below which it is less sure that drafts pay
 # Steps with drafts from one without to the next, which shows what those take: 5 soon, then at most 1 % of the time.
-UNKNOWN_EVERY, DOUBT_EVERY, SURE_EVERY = 4, 32, 128
+UNKNOWN_EVERY, DOUBT_EVERY, SURE_EVERY = 8, 32, 128
 CHANGED = 0.75  # a batch that shrank to less of what it was is another case
 
 
@@ -101,7 +101,7 @@ class ConfidenceLength:
         gain = float(per_second[min(wanted, len(per_second) - 1)]) * plain_s / num
         self._pays.learn(num, gain, self.costs.draft_seconds(num) / plain_s)
         self._drafted = self._drafted + 1 if wanted else 0
-        if self._drafted > self._patience(num):
+        if self._drafted > self._patience:
             self._drafted = wanted = 0
         return split(chances, wanted)
 
@@ -114,9 +114,10 @@ class ConfidenceLength:
         """Drafting for so many sequences took so long."""
         self.costs.observe_draft(num_sequences, seconds)
 
-    def _patience(self, num_sequences: int) -> int:
+    @property
+    def _patience(self) -> int:
         """Steps with drafts after which one without shows what it would take."""
-        if not self.costs.knows_plain(num_sequences):
+        if not self.costs.knows_plain:
             return UNKNOWN_EVERY
         return DOUBT_EVERY if self._pays.gain < DOUBT else SURE_EVERY
 

@@ -49,7 +49,7 @@ class SuffixDraft:
     needs_features: tuple[int, ...] = ()
     window = 0
     needs_host = True
-    calibrated = True
+    calibrated = False
 
     def __init__(
         self,

@@ -214,7 +214,7 @@ def plain_steps(num: int, confidence: float, row_s: float, plain_s: float) -> tu
 
 
 def test_now_and_then_a_step_without_drafts_shows_what_those_take() -> None:
-    assert plain_steps(1, 0.9, 0.001, 1.0) == (5, 4)
+    assert plain_steps(1, 0.9, 0.001, 1.0) == (5, 3)
     early, later = plain_steps(8, 0.3, 0.02, 1.1)
     assert early >= 5 and 500 // 33 - 1 <= later <= 500 // 33 + 1
 
