@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from cluster import Cluster
 from decode_loop import Service, prompt, save_random_llama, save_random_v4
 from drafters import KINDS, Cheat, cheat, save_random_head
 
@@ -292,13 +293,36 @@ def test_a_drafter_reads_the_end_of_the_prompt_and_all_that_follows(
     assert all(held.features is None for held in decode.engine.held.values())
 
 
+@pytest.mark.parametrize("length", [2, 90, 215])
+def test_a_head_reads_a_prompt_that_another_worker_computed(
+    model: Path, length: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[Ran] = []
+    observe = HeadDraft.observe
+    monkeypatch.setattr(HeadDraft, "observe", lambda self, ran: told.append(ran) or observe(self, ran))
+    cluster = Cluster(model, tmp_path, draft="head")
+    cluster.send(prompt("r0", some_tokens(1, length), max_tokens=30))
+    cluster.until(lambda: bool(cluster.door.tokens.get("r0")))
+    decode = cluster.decode("decode.0")
+    assert compare(decode, told, (1, 0)) == max(0, length - 1 - 128)
+    assert decode.batch.prompts[0].features is None
+    cluster.finish(["r0"])
+    cluster.close()
+
+
 def check_told(decode: Any, drafter: Reader) -> int:
-    """Compares all that was said of the sequence with one pass over its history; returns its first position."""
+    """Compares all that was said of the only sequence with one pass over it."""
     (slot,) = decode.batch.slot_of.values()
-    told, history = drafter.told[slot], decode.batch.history(slot)
+    return compare(decode, drafter.told[slot], drafter.needs_features)
+
+
+def compare(decode: Any, told: list[Ran], layers: tuple[int, ...]) -> int:
+    """Of the only sequence: each of its tokens but the last once, in order; returns the first position."""
+    (slot,) = decode.batch.slot_of.values()
+    history = decode.batch.history(slot)
     positions = np.concatenate([ran.positions for ran in told])
     assert positions.tolist() == list(range(int(positions[0]), len(history) - 1))
-    engine, wanted = decode.engine, Features(drafter.needs_features)
+    engine, wanted = decode.engine, Features(layers)
     blocks = engine.pool.allocate(engine.layout.blocks_for(len(history)))
     counts = np.array([len(history)], np.int32)
     engine.forward(history, counts, counts, np.array([blocks], np.int32), features=wanted)
