@@ -34,6 +34,7 @@ CONFIGS = {
     "none": SpecVerify.Config(draft="none"),
     "ngram": SpecVerify.Config(draft="ngram"),
     "forced": SpecVerify.Config(draft="ngram", row_cost=0.0),  # drafts wherever a guess is found
+    "suffix": SpecVerify.Config(draft="suffix", schedule="fixed"),
 }
 
 
@@ -119,7 +120,7 @@ def main() -> None:
                 decoder.step(number)
         pstats.Stats(profile).sort_stats("tottime").print_stats(15)
         return
-    cases = [(slots, draft, "greedy") for slots in (1, 16, 64) for draft in CONFIGS]
+    cases = [(slots, draft, "greedy") for slots in (1, 16, 32, 64) for draft in CONFIGS]
     cases += [(64, "none", kind) for kind in KINDS if kind != "greedy"]
     print(f"vocabulary {VOCAB:,}, history {HISTORY:,} tokens, medians in ms")
     print(f"{'batch':>5} {'draft':>6} {'sampling':>20} {'rows':>5} {'host':>7} {'sampling':>9}")
