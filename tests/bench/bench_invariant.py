@@ -347,7 +347,9 @@ def attention_us(config: ModelConfig, rows: int = 64, context: int = 1024) -> di
     batch = DecodeBatch(starts[:-1].contiguous(), lengths, tables)
     scratch = Scratch.make(rows, heads, torch.device("cuda"))
     group = heads.num_heads // heads.num_kv_heads
-    tiling = Tiling(torch.stack((starts[:-1], starts[:-1] * 0), 1), starts, lengths, tables, tokens=64 // group)
+    tiling = Tiling(
+        torch.stack((starts[:-1], starts[:-1] * 0), 1), starts, lengths, tables, tokens=64 // group, exact=True
+    )
     q = qkv.view(rows, -1, heads.head_dim)
     return {
         "decode_attention": time_us(

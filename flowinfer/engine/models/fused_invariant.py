@@ -81,7 +81,7 @@ class InvariantModel(FusedModel):
         starts = torch.arange(len(slots) + 1, dtype=torch.int32, device=self.device)
         tiles = torch.stack((starts[:-1], torch.zeros_like(starts[:-1])), 1)
         group = self.heads.num_heads // self.heads.num_kv_heads
-        tiling = Tiling(tiles, starts, lengths, tables, tokens=max(1, TILE_ROWS // group))
+        tiling = Tiling(tiles, starts, lengths, tables, tokens=max(1, TILE_ROWS // group), exact=True)
         rows = _Rows(positions, blocks.masked_fill(nobody, -1), tiling)
         x, delta = self._through(F.embedding(last_S.index_select(0, slots), self._embed_VH), kv, rows, None, counts)
         assert x is not None, "a step that wants logits goes through the last layer"
