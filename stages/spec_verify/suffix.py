@@ -39,6 +39,7 @@ CELLS_LOG2 = 20  # 32 MiB: contexts of about 130,000 tokens
 SHORT, CHUNK = 16, 1024  # positions of a sequence that are entered at once: in a step, and of a prompt
 FADE = 0.9  # of a context's counts at each time it comes: about the last ten count
 TIMES = 8  # that a context of a prompt's chunk is counted, the latest ones
+RECORD_FADE = 0.99  # of a place's record at each of its first drafts
 PRIOR = 2.0  # times that a place's own record counts beside a context's
 _ODD, _MIX, _HALF = np.uint64(0xD1B54A32D192ED03), np.uint64(0x9E3779B97F4A7C15), np.uint64(29)
 
@@ -138,13 +139,12 @@ class SuffixDraft:
     def _learn(self, slots: Ids, num_tokens: Ids) -> None:
         """What became of the last first drafts, by place."""
         position, token, place = self._pending[slots].T
-        judged = (position >= 0) & (position < num_tokens)
-        if judged.any():
-            owners, position, token, place = slots[judged], position[judged], token[judged], place[judged]
-            held = self._tokens[owners, position] == token
-            size = self._record.shape[1]
-            new = np.stack([np.bincount(place[held], minlength=size), np.bincount(place, minlength=size)])
-            self._record = np.where(new[1] > 0, self._record * 0.99, self._record) + new
+        judged = np.flatnonzero((position >= 0) & (position < num_tokens))
+        if judged.size:
+            held = self._tokens[slots[judged], position[judged]] == token[judged]
+            counts = np.bincount(2 * place[judged] + held, minlength=2 * len(self._matched)).reshape(-1, 2)
+            trials = counts.sum(1)
+            self._record = self._record * RECORD_FADE**trials + (counts[:, 1], trials)
             self._pending[slots, 0] = -1
 
     # ------------------------------------------------------------------------------------------------------- the table
