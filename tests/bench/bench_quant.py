@@ -34,8 +34,8 @@ from flowinfer.text.tokenizer import load_tokenizer
 MODEL, WINDOW = "smollm2-135m", 2048
 LOSSES = ("float32", "bfloat16", "int8", "int4", "int4:64", "int4:128")
 SPEEDS = ("bfloat16", "int8", "int4", "int4:64", "int4-only")
-STEPS = {"1 row": (1, 1, 256), "2 rows": (2, 1, 256), "4 rows": (4, 1, 256), "8 rows": (8, 1, 256)}
-STEPS |= {"16 rows": (16, 1, 256), "256 of a prompt": (1, 256, 256)}
+STEPS = {"1 row": (1, 1, 256), "2 rows": (2, 1, 256), "4 rows": (4, 1, 256), "5 rows": (5, 1, 256)}
+STEPS |= {"6 rows": (6, 1, 256), "8 rows": (8, 1, 256), "16 rows": (16, 1, 256), "256 of a prompt": (1, 256, 256)}
 _LOAD = """
 import sys, time, torch
 torch.set_num_threads(int(sys.argv[2]))

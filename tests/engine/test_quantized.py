@@ -166,7 +166,8 @@ def test_a_model_gives_the_logits_of_its_quantized_numbers(tmp_path: Path, weigh
     tensors = load_file(tmp_path / "model.safetensors")
     for name, tensor in tensors.items():
         if tensor.dim() == 2 and "embed" not in name:
-            tensors[name] = (Int4(tensor, how.group) if how.bits == 4 else Int8(tensor)).plain()
+            in_four = how.bits == 4 and "lm_head" not in name
+            tensors[name] = (Int4(tensor, how.group) if in_four else Int8(tensor)).plain()
     save_file(tensors, folder / "model.safetensors")
     tokens = list(range(3, 43))
     wanted = logits(load_model(folder, dtype="float32"), tokens, len(tokens))

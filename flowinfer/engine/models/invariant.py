@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from flowinfer.engine.models.linear import Linear, Projection, make_linear
+from flowinfer.engine.models.linear import Linear, Make, Projection, make_linear
 from flowinfer.errors import ModelError
 from flowinfer.kernels.paged_attention.invariant import Sizes, attend_in_splits
 
@@ -95,6 +95,14 @@ class Invariance:
             self._proven[key] = prove_rows(inner, shape, dtype)
         least, most, tile = self._proven[key]
         return RowsLinear(inner, least=least, most=most, tile=tile)
+
+    def wrapping(self, make: Make) -> Make:
+        """What makes the same products, in such calls."""
+
+        def wrapped(weight_OI: Tensor, bias_O: Tensor | None = None) -> Projection:
+            return self.wrap(make(weight_OI, bias_O), weight_OI.shape, weight_OI.dtype, bias=bias_O is not None)
+
+        return wrapped
 
     def grouped(self, weights_GIO: Tensor) -> GroupedRows:
         """The product of each group's weight."""

@@ -17,7 +17,7 @@ from flowinfer.engine.models.invariant import Invariance
 from flowinfer.engine.models.linear import Make, Projection, make_linear
 from flowinfer.engine.models.moe import ExpertFFN, GatedFFN, StackedExperts, zero_load
 from flowinfer.engine.models.named import RandomWeights, wants_random
-from flowinfer.engine.models.quantized import parse, quantizing, refuse_device
+from flowinfer.engine.models.quantized import Makers, makers
 from flowinfer.engine.models.rope import Rope
 from flowinfer.engine.weights import Weights
 from flowinfer.errors import ModelError
@@ -49,33 +49,17 @@ def load(
     if chosen not in DTYPES:
         raise ModelError(f"{folder}: dtype {chosen!r} isn't supported.", help=f"Choose {' or '.join(DTYPES)}.")
     invariance = Invariance(torch.device(device), DTYPES[chosen]) if batch_invariant else None
-    pack = _packing(weights, torch.device(device), invariance)
+    own = makers(weights, torch.device(device), invariance.wrapping if invariance else lambda make: make)
     if wants_random(folder):
         with torch.inference_mode():
             random = RandomWeights(dtype=DTYPES[chosen], device=torch.device(device))
-            return _Loader(config, random, invariance, pack).model(progress)
+            return _Loader(config, random, invariance, own).model(progress)
     with Weights(folder, dtype=DTYPES[chosen], device=torch.device(device)) as files, torch.inference_mode():
         if isinstance(config, V4Config):
             from flowinfer.engine.models.deepseek_v4.load import build  # here: other families don't pay for it
 
-            return build(config, files, progress, invariance, pack)
-        return _Loader(config, files, invariance, pack).model(progress)
-
-
-def _packing(weights: str, device: torch.device, invariance: Invariance | None) -> Make | None:
-    """What makes the products of large matrices where `weights` says so. Raises ModelError for a GPU."""
-    how = parse(weights)
-    if how is None:
-        return None
-    refuse_device(device, weights)
-    pack = quantizing(how)
-    if invariance is None:
-        return pack
-
-    def make(weight_OI: Tensor, bias_O: Tensor | None = None) -> Projection:
-        return invariance.wrap(pack(weight_OI, bias_O), weight_OI.shape, weight_OI.dtype, bias=bias_O is not None)
-
-    return make
+            return build(config, files, progress, invariance, own)
+        return _Loader(config, files, invariance, own).model(progress)
 
 
 class _Loader:
@@ -84,13 +68,13 @@ class _Loader:
         config: ModelConfig,
         weights: Weights | RandomWeights,
         invariance: Invariance | None = None,
-        pack: Make | None = None,
+        own: Makers | None = None,
     ) -> None:
         self.config = config
         self.weights = weights
         self.invariance = invariance
         self.make: Make = make_linear if invariance is None else invariance.linear  # of what stays as it is
-        self.pack = pack or self.make
+        self.pack, self.make_head = own or Makers(self.make, self.make)
         self.fused = _can_fuse(weights.device, weights.dtype)
         if invariance is not None and weights.device.type != "cpu" and not self.fused:
             raise ModelError(
@@ -102,7 +86,7 @@ class _Loader:
     def model(self, progress: Progress | None) -> Model:
         model = self._built(progress)
         model.expert_load_LE = self.load_LE
-        model.make_head = self.pack
+        model.make_head = self.make_head
         if self.invariance is not None:
             model.keep_invariant(self.invariance)
         return model

@@ -5,7 +5,8 @@ the same numbers in the model's dtype, which the processor's matrix units take f
 `int4-only` and `int8-only` do without. So the number of rows changes speed and rounding, never the weights.
 
 int4: 16 levels between the least and the largest of GROUP weights of a row, a scale and an offset a group.
-int8: 255 levels around zero, a scale a row. Dimensions: O rows out, I columns in, G groups of a row.
+int8: 255 levels around zero, a scale a row; with int4 the head has it too, where 4 bits lose most of what they lose.
+Dimensions: O rows out, I columns in, G groups of a row.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from flowinfer.engine.models.linear import Make, Projection, make_linear
 from flowinfer.errors import ModelError
 
 GROUP = 32  # weights that share a scale: 5 bits a weight in all, and half the loss of 64
-FEW_ROWS = {4: 4, 8: 1}  # rows up to which the packed product is the faster: one core of an AMD EPYC with AVX-512
+FEW_ROWS = {4: 5, 8: 2}  # rows up to which the packed product is the faster: one core of an AMD EPYC with AVX-512
 _ROWS_OUT = 16  # the packed product of 4 bits wants multiples of it
 
 
@@ -40,6 +41,25 @@ def parse(weights: str) -> Quantization | None:
         return None
     bits, _, group = numbers.removeprefix("int").partition(":")
     return Quantization(int(bits), int(group or GROUP), wide=numbers == weights)
+
+
+class Makers(NamedTuple):
+    """What makes the products of a model: of its layers, and of its head."""
+
+    layers: Make
+    head: Make
+
+
+def makers(weights: str, device: torch.device, wrap: Callable[[Make], Make] = lambda make: make) -> Makers | None:
+    """Of quantized weights; None for the checkpoint's own. wrap: what else is done to each product.
+
+    Raises ModelError for a GPU.
+    """
+    how = parse(weights)
+    if how is None:
+        return None
+    refuse_device(device, weights)
+    return Makers(wrap(quantizing(how)), wrap(quantizing(how._replace(bits=8))))
 
 
 def quantizing(how: Quantization) -> Make:

@@ -20,6 +20,7 @@ from flowinfer.engine.models.deepseek_v4.quant import dequantize, info_of
 from flowinfer.engine.models.invariant import Invariance
 from flowinfer.engine.models.linear import Make, Projection, make_linear
 from flowinfer.engine.models.moe import zero_load
+from flowinfer.engine.models.quantized import Makers
 from flowinfer.engine.weights import Weights
 from flowinfer.errors import ModelError
 
@@ -31,7 +32,7 @@ def build(
     weights: Weights,
     progress: Callable[[int, int], None] | None,
     invariance: Invariance | None = None,
-    pack: Make | None = None,
+    own: Makers | None = None,
 ) -> V4Model:
     """The model of an open checkpoint. Raises ModelError naming a missing, misshapen or unknown tensor."""
     if invariance is not None and weights.device.type != "cpu":
@@ -39,18 +40,18 @@ def build(
             "batch_invariant: DeepSeek-V4 keeps it on CPUs only; on a GPU its products are the library's.",
             help="Use `device: cpu`, or leave batch_invariant out.",
         )
-    return _Loader(config, weights, invariance, pack).model(progress)
+    return _Loader(config, weights, invariance, own).model(progress)
 
 
 class _Loader:
     def __init__(
-        self, config: V4Config, weights: Weights, invariance: Invariance | None, pack: Make | None = None
+        self, config: V4Config, weights: Weights, invariance: Invariance | None, own: Makers | None = None
     ) -> None:
         self.config = config
         self.weights = weights
         self.invariance = invariance
         self.make: Make = make_linear if invariance is None else invariance.linear  # compressors and indexer: as stored
-        self.pack = pack or self.make
+        self.pack, self.make_head = own or Makers(self.make, self.make)
         self.main = frequencies(config.main_rope, config.rope_dim).to(weights.device)
         self.wide = frequencies(config.compress_rope, config.rope_dim).to(weights.device)
         self.load_LE = zero_load(config, weights.device)
@@ -70,7 +71,7 @@ class _Loader:
         collapse = self.mixing(*(self.exact(name, shape) for name, shape in zip(hyper, shapes, strict=True)))
         norm = self.exact("norm.weight", (hidden,))
         self.weights.finish(ignore=("head.weight",) if config.tied_embeddings else (), skip=_IGNORED)
-        model = V4Model(config, embed, layers, collapse, norm, self.pack(head, None))
+        model = V4Model(config, embed, layers, collapse, norm, self.make_head(head, None))
         model.expert_load_LE = self.load_LE
         return model
 
