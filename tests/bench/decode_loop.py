@@ -47,8 +47,11 @@ def save_random_llama(folder: Path, vocab_size: int, context: int) -> Any:
     return model
 
 
-def save_random_v4(folder: Path, vocab_size: int, context: int) -> Any:
-    """A small DeepSeek-V4 with all kinds of layers. Every parameter is random, or some would never show in logits."""
+def save_random_v4(folder: Path, vocab_size: int, context: int, **changes: Any) -> Any:
+    """A small DeepSeek-V4 with all kinds of layers. Every parameter is random, or some would never show in logits.
+
+    changes: fields of its config that are to be others.
+    """
     from transformers import DeepseekV4Config, DeepseekV4ForCausalLM
 
     torch.set_num_threads(1)
@@ -57,7 +60,6 @@ def save_random_v4(folder: Path, vocab_size: int, context: int) -> Any:
         "vocab_size": vocab_size,
         "hidden_size": 32,
         "moe_intermediate_size": 32,
-        "num_hidden_layers": 3,
         "num_attention_heads": 2,
         "head_dim": 32,
         "q_lora_rank": 16,
@@ -75,7 +77,9 @@ def save_random_v4(folder: Path, vocab_size: int, context: int) -> Any:
         "initializer_range": 0.3,
         "bos_token_id": 1,
         "eos_token_id": 2,
+        **changes,
     }
+    sizes["num_hidden_layers"] = len(sizes["layer_types"])
     model = DeepseekV4ForCausalLM(DeepseekV4Config(**sizes)).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from decode_loop import Service, prompt
+from decode_loop import Service, prompt, save_random_v4
 
 from flowinfer.engine import hub
 from flowinfer.message import Serving
@@ -24,37 +24,9 @@ SHAPES = {
 FIRST = 9  # blocks of the prompt that is on disk
 
 
-def save_random_v4(folder: Path, layer_types: list[str], window: int, context: int = 2048) -> Path:
-    """A small DeepSeek-V4 of random weights; id 1 begins a text, id 2 ends it."""
-    from transformers import DeepseekV4Config, DeepseekV4ForCausalLM
-
-    torch.set_num_threads(1)
-    torch.manual_seed(0)
-    config = DeepseekV4Config(
-        vocab_size=VOCAB,
-        hidden_size=32,
-        moe_intermediate_size=32,
-        num_hidden_layers=len(layer_types),
-        layer_types=layer_types,
-        sliding_window=window,
-        num_attention_heads=2,
-        head_dim=32,
-        q_lora_rank=16,
-        num_experts_per_tok=2,
-        n_routed_experts=4,
-        o_groups=2,
-        o_lora_rank=16,
-        index_n_heads=4,
-        index_head_dim=16,
-        index_topk=16,
-        num_hash_layers=1,
-        max_position_embeddings=context,
-        qk_rope_head_dim=8,
-        initializer_range=0.3,
-        bos_token_id=1,
-        eos_token_id=2,
-    )
-    DeepseekV4ForCausalLM(config).save_pretrained(folder)
+def save_windowed(folder: Path, layer_types: list[str], window: int, context: int = 2048) -> Path:
+    """A small DeepSeek-V4 of random weights with these layers; returns the folder."""
+    save_random_v4(folder, VOCAB, context, layer_types=layer_types, sliding_window=window)
     return folder
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from click.testing import CliRunner
-from windowed import HEAVY, SLIDING, SPARSE, Watched, save_random_v4, some_tokens
+from windowed import HEAVY, SLIDING, SPARSE, Watched, save_windowed, some_tokens
 
 from flowinfer.cache.disk.offline import entries
 from flowinfer.cache.keys import state_name
@@ -23,7 +23,7 @@ TOKENS = some_tokens(1, BLOCKS * SIZE + 9)
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_random_v4(tmp_path_factory.mktemp("v4"), [SLIDING, SPARSE, HEAVY], window=128)
+    return save_windowed(tmp_path_factory.mktemp("v4"), [SLIDING, SPARSE, HEAVY], window=128)
 
 
 @pytest.fixture(autouse=True)

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 from decode_loop import Service, prompt, save_random_llama
-from windowed import SPARSE, counted, save_random_v4
+from windowed import SPARSE, counted, save_windowed
 
 from flowinfer.message import Prompt, Serving
 
@@ -28,7 +28,7 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     """A Llama, or a DeepSeek-V4 whose prefixes are replayed behind three blocks and more."""
     folder = tmp_path_factory.mktemp(request.param)
     if request.param == "windows":
-        return save_random_v4(folder, [SPARSE, SPARSE], window=20, context=1024)
+        return save_windowed(folder, [SPARSE, SPARSE], window=20, context=1024)
     save_random_llama(folder, VOCAB, 1024)
     return folder
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from windowed import SHAPES, Watched, first_tokens, save_random_v4
+from windowed import SHAPES, Watched, first_tokens, save_windowed
 
 Models = Callable[[str], Path]
 Stored = Callable[..., Path]
@@ -19,7 +19,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
 
     def get(shape: str) -> Path:
         if shape not in made:
-            made[shape] = save_random_v4(tmp_path_factory.mktemp("v4"), *SHAPES[shape])
+            made[shape] = save_windowed(tmp_path_factory.mktemp("v4"), *SHAPES[shape])
         return made[shape]
 
     return get
