@@ -64,6 +64,23 @@ def test_a_block_computed_again_takes_the_place_of_the_cached_one_that_lost_its_
     assert pool.acquire([b"head", b"tail"]) == new
 
 
+@pytest.mark.parametrize("is_held", [False, True])
+def test_a_whole_block_takes_the_place_of_a_partial_one_and_never_the_other_way_round(is_held: bool) -> None:
+    pool = make_pool(4)
+    first, second, third = pool.allocate(3) or []
+    pool.commit([(first, b"a")], partial=[b"a"])
+    assert pool.is_partial(b"a")
+    if not is_held:
+        pool.release([first])
+    pool.commit([(second, b"a")])
+    pool.commit([(third, b"a")], partial=[b"a"])
+    assert not pool.is_partial(b"a") and pool.acquire([b"a"]) == [second]
+    pool.release([second, second, third] + [first] * is_held)
+    assert (pool.num_free, pool.num_cached) == (4, 1)
+    pool.allocate(4)
+    assert not pool.is_partial(b"a") and pool.acquire([b"a"]) == []
+
+
 def test_cache_off_names_nothing() -> None:
     pool = make_pool(4, cached_limit=0)
     blocks = pool.allocate(1) or []
@@ -122,7 +139,10 @@ class PoolMachine(RuleBasedStateMachine):
         if self.holds:
             hold = data.draw(st.sampled_from(self.holds))
             names = [bytes([data.draw(st.integers(0, 9))]) for _ in hold]
-            self.pool.commit(zip(hold, names, strict=True))
+            partial = data.draw(st.sets(st.sampled_from(names))) if names else set()
+            were_whole = {name for name in names if name in self.cached and not self.pool.is_partial(name)}
+            self.pool.commit(zip(hold, names, strict=True), partial=partial)
+            assert not any(map(self.pool.is_partial, were_whole))
 
     @rule(names=st.lists(st.integers(0, 9), max_size=4))
     def acquire(self, names: list[int]) -> None:
