@@ -43,6 +43,7 @@ class Settings:
     device: str = "auto"
     dtype: str = "auto"
     profile: Sequence[int] = ()
+    batch_invariant: bool = False
 
 
 @dataclass
@@ -210,6 +211,7 @@ def _service(settings: Settings, path: str, config: ModelConfig, device: str, dt
     return EngineService(
         path, device=device, dtype=dtype, num_blocks=blocks, max_batch=max([*batches, 8]),
         max_tokens=min(_longest(settings), config.max_positions), chunk=CHUNK,
+        batch_invariant=settings.batch_invariant,
     )  # fmt: skip
 
 
