@@ -201,23 +201,32 @@ class DecodeGraphs:
             self._advance_drawn(logits, size)
         torch.cuda.current_stream().wait_stream(stream)
         torch.cuda.synchronize()
-        counts: list[Tensor] = []
+        chosen: list[Tensor] = []
         model, greedy, draw = (torch.cuda.CUDAGraph() for _ in range(3))
         with torch.cuda.graph(model, pool=self._pool):
-            logits = self.model.decode(self.last, batch, self.kv, self._scratch, counts)
-            stacked = torch.stack(counts) if counts else None
+            logits = self.model.decode(self.last, batch, self.kv, self._scratch, chosen)
+            counts = count_rows(torch.stack(chosen), batch.slots, self.model.config.num_experts) if chosen else None
         with torch.cuda.graph(greedy, pool=self._pool):
             self._advance_greedy(logits, size)
         with torch.cuda.graph(draw, pool=self._pool):
             self._advance_drawn(logits, size)
         self._sent = np.empty(0, np.int32)
-        return _Graph(model, greedy, draw, logits, stacked)
+        return _Graph(model, greedy, draw, logits, counts)
 
     def _advance_drawn(self, logits: Tensor, size: int) -> None:
         advance_drawn(logits, self._slots[:size], self.last, self.lengths, self._chosen[:size], self._settings)
 
     def _advance_greedy(self, logits: Tensor, size: int) -> None:
         advance_greedy(logits, self._slots[:size], self.last, self.lengths, self._chosen[:size], self._greedy)
+
+
+def count_rows(ids_LBK: Tensor, slots_B: Tensor, num_experts: int) -> Tensor:
+    """int32 [L, E]: rows of each expert by layer; rows without a slot are padding. The host needn't know any of it."""
+    layers, _, top = ids_LBK.shape
+    first = torch.arange(layers, dtype=torch.int32, device=ids_LBK.device).view(-1, 1, 1) * num_experts
+    real = (slots_B >= 0).int().view(1, -1, 1).expand(layers, -1, top)
+    counts = torch.zeros(layers * num_experts, dtype=torch.int32, device=ids_LBK.device)
+    return counts.index_add_(0, (ids_LBK + first).flatten(), real.flatten()).view(layers, num_experts)
 
 
 class _Staging:

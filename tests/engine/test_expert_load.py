@@ -10,6 +10,7 @@ import pytest
 import torch
 from decode_loop import Service, prompt
 
+from flowinfer.engine.decode_graphs import count_rows
 from flowinfer.engine.expert_load import ExpertLoad, LoadWindow
 from flowinfer.engine.models import load_model
 from flowinfer.engine.models.decoder import Model
@@ -48,9 +49,20 @@ def moe(folder: Path) -> Path:
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     torch.manual_seed(0)
-    sizes: dict[str, Any] = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "head_dim": 8}
+    sizes: dict[str, Any] = {
+        "vocab_size": 96,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 3,
+        "head_dim": 8,
+    }
     sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256}
-    experts: dict[str, Any] = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "mlp_only_layers": [1]}
+    experts: dict[str, Any] = {
+        "num_experts": 6,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+        "mlp_only_layers": [1],
+    }
     config = Qwen3MoeConfig(**sizes, **experts, bos_token_id=1, eos_token_id=2, initializer_range=0.3)
     Qwen3MoeForCausalLM(config).save_pretrained(folder)
     return folder
@@ -90,3 +102,9 @@ def test_deepseek_v4_counts_and_a_dense_model_doesnt(tmp_path: Path) -> None:
     save_random_llama(tmp_path, 96, 128)
     model = load_model(tmp_path)
     assert isinstance(model, Model) and model.expert_load_LE is None
+
+
+def test_padding_of_a_graph_is_nobodys_load() -> None:
+    ids = torch.tensor([[[0, 1], [1, 2], [0, 1], [0, 1]], [[2, 0], [2, 1], [2, 0], [2, 0]]], dtype=torch.int32)
+    slots = torch.tensor([3, 0, -1, -1], dtype=torch.int32)
+    assert count_rows(ids, slots, 3).tolist() == [[1, 2, 1], [1, 1, 2]]

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from flowinfer.bench.service import EngineService
 from flowinfer.engine.models import load_model
 from flowinfer.engine.models.named import CONFIGS, RANDOM
 from flowinfer.engine.step import StepInput
@@ -61,3 +62,23 @@ def test_a_prompt_in_one_step_in_chunks_and_then_a_token(shape: str, tmp_path: P
         outs.append(logits.float().cpu())
     for other in outs[1:]:
         assert (other - outs[0]).norm() < 3e-2 * outs[0].norm()
+
+
+def test_rows_of_experts_are_counted_in_graphs_and_out_of_them(tmp_path: Path) -> None:
+    """Decode steps in graphs are booked a step or two late; padding to a graph's size isn't."""
+    (tmp_path / "config.json").write_text(json.dumps(SHAPES["experts"] | {RANDOM: True}))
+    service = EngineService(
+        str(tmp_path), device="cuda:0", dtype="bfloat16", num_blocks=64, max_batch=8, max_tokens=256, chunk=512
+    )
+    assert service.decode.overlap is not None
+    prompts = [np.arange(3, 3 + length, dtype=np.int32) for length in (40, 50, 60)]
+    service.answer(prompts, max_tokens=30)
+    service.answer(prompts[:1], max_tokens=1)
+    load = service.engine.expert_load
+    prefill, decode = (load.windows[phase] for phase in ("prefill", "decode"))
+    top, layers = 4, 3
+    assert prefill.num_rows == top * (layers - 1) * (39 + 49 + 59 + 39), "the last layer is for logits"
+    rows = decode.recent().sum((1, 2))
+    assert set(rows.tolist()) <= {top * layers * running for running in (1, 2, 3)}
+    assert top * layers * (90 - 3 * 2) <= rows.sum() <= top * layers * (90 + 2 * 3)
+    service.close()

@@ -81,12 +81,12 @@ class FusedModel(Model):
     # ------------------------------------------------------------------------------------------------ one token a row
 
     def decode(
-        self, last_S: Tensor, batch: DecodeBatch, kv: Tensor, scratch: Scratch, counts: list[Tensor] | None = None
+        self, last_S: Tensor, batch: DecodeBatch, kv: Tensor, scratch: Scratch, chosen: list[Tensor] | None = None
     ) -> Tensor:
         """Logits [B, V] in the model's dtype of the token that follows each slot's last one, whose KV is written.
 
-        last_S int32: last token by slot. Nothing here waits for the device. counts, where given, receives a tensor
-        int32 [E] for each expert layer: the rows that each expert got.
+        last_S int32: last token by slot. Nothing here waits for the device. chosen, where given, receives a tensor
+        int32 [B, top] for each expert layer: the experts of each row.
         """
         kv = self._paged(kv)
         tokens = last_S.index_select(0, batch.slots.clamp(min=0))
@@ -98,7 +98,7 @@ class FusedModel(Model):
             x, normed = rms_norm(x, layer.post_norm_H, eps, delta=_product(attended, self._out[index]))
             ffn = self._ffn[index]
             if isinstance(ffn, StackedExperts):
-                routing = self._bucketed(F.linear(normed, *_plain(ffn.router)), ffn, counts)
+                routing = self._bucketed(F.linear(normed, *_plain(ffn.router)), ffn, chosen)
                 delta = weighted(gather_gated(normed, ffn.gate_up_EOH, routing), ffn.down_EHI, routing)
             else:
                 delta = self._dense(normed, ffn)
@@ -110,11 +110,11 @@ class FusedModel(Model):
         eps = self.config.norm_eps
         return decode_attention(qkv, kv, index, self.heads, batch, self._rope_PD, norms, eps, scratch)
 
-    def _bucketed(self, logits: Tensor, ffn: StackedExperts, counts: list[Tensor] | None) -> Routing:
+    def _bucketed(self, logits: Tensor, ffn: StackedExperts, chosen: list[Tensor] | None) -> Routing:
         ids, weights = route(logits, ffn.per_token, norm_topk=ffn.norm_topk)
         routing = bucket(ids, weights, ffn.gate_up_EOH.shape[0])
-        if counts is not None:
-            counts.append(routing.counts)
+        if chosen is not None:
+            chosen.append(ids)
         return routing
 
     def _dense(self, normed: Tensor, ffn: tuple[Weight, Weight]) -> Tensor:

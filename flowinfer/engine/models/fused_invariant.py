@@ -68,7 +68,7 @@ class InvariantModel(FusedModel):
                 self.wide.add(tuple(weight.shape))
 
     def decode(
-        self, last_S: Tensor, batch: DecodeBatch, kv: Tensor, scratch: Scratch, counts: list[Tensor] | None = None
+        self, last_S: Tensor, batch: DecodeBatch, kv: Tensor, scratch: Scratch, chosen: list[Tensor] | None = None
     ) -> Tensor:
         """As FusedModel.decode; scratch isn't needed. Rows of padding read the first position of slot 0."""
         kv = self._paged(kv)
@@ -83,7 +83,7 @@ class InvariantModel(FusedModel):
         group = self.heads.num_heads // self.heads.num_kv_heads
         tiling = Tiling(tiles, starts, lengths, tables, tokens=max(1, TILE_ROWS // group), exact=True)
         rows = _Rows(positions, blocks.masked_fill(nobody, -1), tiling)
-        x, delta = self._through(F.embedding(last_S.index_select(0, slots), self._embed_VH), kv, rows, None, counts)
+        x, delta = self._through(F.embedding(last_S.index_select(0, slots), self._embed_VH), kv, rows, None, chosen)
         assert x is not None, "a step that wants logits goes through the last layer"
         _, normed = rms_norm(x, self._norm_H, self.config.norm_eps, delta=delta)
         return self._product(normed, Weight(self.head_VH, None))
@@ -109,7 +109,7 @@ class InvariantModel(FusedModel):
         return self._product(x_RH, Weight(self.head_VH, None)).float()
 
     def _through(
-        self, x: Tensor, kv: Tensor, rows: _Rows, step: StepInput | None, counts: list[Tensor] | None
+        self, x: Tensor, kv: Tensor, rows: _Rows, step: StepInput | None, chosen: list[Tensor] | None
     ) -> tuple[Tensor | None, Tensor | None]:
         """The residual stream behind the last layer, and what is still to be added to it. None, None: not wanted."""
         eps = self.config.norm_eps
@@ -130,7 +130,7 @@ class InvariantModel(FusedModel):
             x, normed = rms_norm(x, layer.post_norm_H, eps, delta=self._product(attended, self._out[index]))
             ffn = self._ffn[index]
             if isinstance(ffn, StackedExperts):
-                delta = self._by_experts(normed, ffn, counts, eager=step is not None)
+                delta = self._by_experts(normed, ffn, chosen, eager=step is not None)
             else:
                 gate_up, down = ffn
                 delta = self._product(silu_mul(self._product(normed, gate_up)), down)
@@ -141,17 +141,17 @@ class InvariantModel(FusedModel):
             step.give(last, given[step.feature_rows])
         return x, delta
 
-    def _by_experts(self, normed: Tensor, ffn: StackedExperts, counts: list[Tensor] | None, *, eager: bool) -> Tensor:
+    def _by_experts(self, normed: Tensor, ffn: StackedExperts, chosen: list[Tensor] | None, *, eager: bool) -> Tensor:
         """[T * top, H]: each token's experts one after the other, to be summed by the norm behind."""
         router = self._product(normed, Weight(ffn.router.weight_OI, ffn.router.bias_O))  # type: ignore[attr-defined]
         ids, weights = route(router, ffn.per_token, norm_topk=ffn.norm_topk)
+        if chosen is not None:
+            chosen.append(ids)
         top, num = ffn.per_token, ffn.gate_up_EOH.shape[0]
         out = normed.new_empty(len(normed) * top, normed.shape[1])
         for first in range(0, len(normed), MOST_ROWS):
             part = slice(first, first + MOST_ROWS)
             routing = bucket(ids[part], weights[part], num)
-            if counts is not None:
-                counts.append(routing.counts)
             if eager and ffn.load_E is not None:
                 ffn.load_E += routing.counts
             gated = gather_gated(normed[part], ffn.gate_up_EOH, routing, fixed=True)
