@@ -82,7 +82,9 @@ class Watched(Service):
 
     def check_cached(self) -> None:
         """No byte of a cached block is written, not even of what a partial one lacks."""
-        now = {item: self.engine.kv[item[0]].view(torch.uint8).numpy().tobytes() for item in self.pool._name.items()}
+        now = {
+            item: self.engine.kv[item[0]].view(torch.uint8).cpu().numpy().tobytes() for item in self.pool._name.items()
+        }
         changed = [key for key, data in self._before.items() if now.get(key, data) != data]
         assert not changed, f"cached blocks were written: {changed}"
         self._before = now

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,11 +13,17 @@ import pytest
 import torch
 
 from flowinfer.engine import staging
-from flowinfer.engine.layout import KVLayout
+from flowinfer.engine.layout import KVLayout, KVSection
 from flowinfer.engine.staging import Staging
 
 DEVICE = os.environ.get("FLOWINFER_TEST_DEVICE", "cpu")
 LAYOUT = KVLayout(model="m", dtype="float32", num_layers=2, num_kv_heads=1, head_dim=4)
+PARTS = (
+    KVSection("compressed", "e", 2, 4),
+    KVSection("window", "w", 8, 4),
+    KVSection("state", "s", 2, 8, at_end=False),
+)
+WINDOWED = KVLayout(model="w", dtype="float32", num_layers=1, num_kv_heads=1, head_dim=4, sections=PARTS, window=8)
 COUNT = 23
 
 
@@ -36,12 +42,13 @@ class Stream:
 
 
 @pytest.fixture
-def staged(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[torch.Tensor, Staging]]:
-    """KV and its staging, four blocks a half."""
+def staged(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> tuple[torch.Tensor, Staging]:
+    """KV and its staging, four blocks a half; of the layout that is the fixture's parameter."""
+    layout: KVLayout = getattr(request, "param", LAYOUT)
     torch.manual_seed(0)
-    kv = torch.randn(COUNT, *LAYOUT.block_shape).to(DEVICE)
-    monkeypatch.setattr(staging, "STAGED_BYTES", 8 * LAYOUT.block_bytes)
-    made = Staging(kv, LAYOUT)
+    kv = torch.randn(COUNT, *layout.block_shape).to(DEVICE)
+    monkeypatch.setattr(staging, "STAGED_BYTES", 8 * layout.block_bytes)
+    made = Staging(kv, layout)
     if DEVICE == "cpu":
         made._is_direct = False
         cuda = SimpleNamespace(
@@ -56,7 +63,7 @@ def staged(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[torch.Tensor, Stag
 
         fake = SimpleNamespace(cuda=cuda, empty=empty, uint8=torch.uint8, inference_mode=torch.inference_mode)
         monkeypatch.setattr(staging, "torch", fake)
-    yield kv, made
+    return kv, made
 
 
 def data(block: torch.Tensor) -> bytes:
@@ -92,3 +99,26 @@ def test_leading_blocks_that_were_loaded_are_in_place_and_no_other_is_touched(
     for place, block in enumerate(blocks):
         expected = bytes([place]) * LAYOUT.block_bytes if place < there else data(before[block])
         assert data(kv[block]) == expected
+
+
+@pytest.mark.parametrize("staged", [WINDOWED], indirect=True)
+@pytest.mark.parametrize(("part", "where"), [("entries", slice(0, 8)), ("state", slice(8, 40))])
+@pytest.mark.parametrize("direct", [False, True])
+def test_a_part_of_each_block_comes_and_goes_and_the_rest_stays(
+    staged: tuple[torch.Tensor, Staging], part: str, where: slice, direct: bool
+) -> None:
+    kv, made = staged
+    made._is_direct = direct and DEVICE == "cpu"
+    before, blocks = kv.clone(), [7, 2, 19, 11, 3, 0]
+    stored = made.write(blocks, made.mark(), lambda first, memory: [bytes(one) for one in memory], part)
+    assert stored == [data(kv[block, where]) for block in blocks]
+
+    def load(first: int, memory: Sequence[memoryview]) -> int:
+        for place, one in enumerate(memory):
+            one[:] = stored[len(blocks) - 1 - first - place]
+        return len(memory)
+
+    assert made.read(blocks, made.mark(), load, part) == len(blocks)
+    for block, of in zip(blocks, reversed(blocks), strict=True):
+        before[block, where] = torch.frombuffer(bytearray(stored[blocks.index(of)]), dtype=torch.float32)
+    assert torch.equal(kv, before)
