@@ -8,7 +8,7 @@ import click
 @click.command()
 @click.option("--dtype", default="bfloat16", show_default=True, help="Of weights and KV.")
 def doctor(dtype: str) -> None:
-    """Show devices, and what each kernel needs of them.
+    """Show devices, what each kernel needs of them, and in which formats weights run there.
 
     The choice is made once, when a model is loaded; this prints the same table.
     """
@@ -23,7 +23,24 @@ def doctor(dtype: str) -> None:
         for needs in arch.TABLE:
             lacks = arch.missing(needs, arch.capability_of(device), dtype)
             table.add_row(needs.op, f"needs {lacks}; instead: {needs.fallback}" if lacks else "runs")
+        for row in _weights(device, arch.capability_of(device), dtype):
+            table.add_row(*row)
         console.print(table)
+
+
+def _weights(device: str, capability: tuple[int, int] | None, dtype: str) -> list[tuple[str, str]]:
+    """What becomes of weights that a checkpoint or a setting has in fewer bits."""
+    from flowinfer.engine.formats import PACKED, lacks
+    from flowinfer.engine.models.quantized import has_packed_products
+
+    rows = [
+        (f"{kind.upper()} weights", f"{lacks(kind, device, capability)}; instead: {dtype}, made as they are loaded")
+        for kind in PACKED
+    ]
+    for bits in (8, 4):
+        runs = "runs" if has_packed_products(bits) else f"this torch has no packed product; instead: one in {dtype}"
+        rows.append((f"weights: int{bits}", runs if device == "cpu" else "for CPUs; refused"))
+    return rows
 
 
 def _devices() -> list[tuple[str, str]]:

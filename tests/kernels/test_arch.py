@@ -34,3 +34,4 @@ def test_doctor_lists_every_kernel() -> None:
     done = CliRunner().invoke(doctor, [], env={"COLUMNS": "200"})
     assert done.exit_code == 0
     assert all(needs.op in done.output for needs in arch.TABLE)
+    assert "a CPU has no FP4 units; instead: bfloat16" in done.output and "weights: int4" in done.output
