@@ -101,13 +101,19 @@ def describe(model: str) -> str:
         return problem.message
     info = read(path)
     size, layers = path.stat().st_size / 2**20, ", ".join(map(str, info.feature_layers))
-    return (
-        f"{info.block} tokens a pass, {info.num_params / 1e6:,.1f} M ({size:,.1f} MiB), reads layers {layers}: {path}"
-    )
+    folder = _folder(model)
+    others = info.digest and folder is not None and info.digest != hub.describe(folder).digest
+    note = " (trained beside other weights: fewer of its drafts may hold)" if others else ""
+    sizes = f"{info.num_params / 1e6:,.1f} M ({size:,.1f} MiB)"
+    return f"{info.block} tokens a pass, {sizes}, reads layers {layers}{note}: {path}"
 
 
 def misfit(model: str, head: str) -> ModelError | None:
-    """Why the head can't draft for this model; None if it can, or if the model isn't here to be compared."""
+    """Why the head can't draft for this model; None if it can, or if the model isn't here to be compared.
+
+    Other weights of the same shape, as another precision of the model or a fine-tuned one, are no reason: drafts are
+    verified, so at worst fewer of them hold.
+    """
     try:
         path = find(model, head)
         info = read(path)
@@ -123,8 +129,6 @@ def misfit(model: str, head: str) -> ModelError | None:
             pairs.append(f"{name} {getattr(info, name)}, the model {getattr(config, name)}")
     if max(info.feature_layers, default=-1) >= config.num_layers:
         pairs.append(f"layer {max(info.feature_layers)}, the model has {config.num_layers}")
-    if info.digest and info.digest != target.digest:
-        pairs.append(f"weights {info.digest}, the model has {target.digest}")
     if not pairs:
         return None
     text = f"the draft head {path} was made for {info.target} with {'; '.join(pairs)}: it would draft nonsense."

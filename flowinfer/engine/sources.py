@@ -41,6 +41,6 @@ BUNDLED = {"flowinfer-mini": _DATA / "flowinfer-mini"}
 
 # Draft heads that come with the package, by the model that they draft for.
 HEADS = {
-    "flowinfer-mini": _DATA / "flowinfer-mini" / "draft.safetensors",
+    "flowinfer-mini": _DATA / "flowinfer-mini-draft" / "draft.safetensors",
     "smollm2-135m": _DATA / "smollm2-135m-draft" / "draft.safetensors",
 }

@@ -52,19 +52,24 @@ def test_a_head_that_suits_has_no_misfit(model: Path, tmp_path: Path) -> None:
         ({"hidden_size": 32}, "hidden_size 32, the model 48"),
         ({"vocab_size": 97}, "vocab_size 97, the model 96"),
         ({"feature_layers": (5,)}, "layer 5, the model has 2"),
-        ({"digest": "0123456789abcdef"}, "weights 0123456789abcdef"),
     ],
 )
 def test_a_head_of_another_model_is_refused_by_what_differs(
     model: Path, tmp_path: Path, changes: dict[str, Any], named: str
 ) -> None:
-    file = tmp_path / "head.safetensors"
-    digest = {"digest": changes.pop("digest")} if "digest" in changes else {}
-    save(file, model, **changes)
-    if digest:
-        rewrite(file, **digest)
+    file = save(tmp_path / "head.safetensors", model, **changes)
     problem = heads.misfit(str(model), str(file))
     assert problem and named in problem.message and "draft: ngram" in problem.help
+
+
+def test_a_head_trained_beside_other_weights_drafts_too_and_says_so(model: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(model, folder)
+    save(folder / "draft.safetensors", model)
+    assert "other weights" not in heads.describe(str(folder))
+    rewrite(folder / "draft.safetensors", digest="0123456789abcdef")
+    assert heads.misfit(str(folder), "") is None
+    assert "other weights" in heads.describe(str(folder))
 
 
 def rewrite(file: Path, **changes: Any) -> None:
