@@ -235,6 +235,7 @@ class Prefill(Stage):
             yield from self._hand_over(prompt.id)
         else:
             self.scheduler.add(prompt.id, prompt.bucket, total, held.num_computed)
+            self.engine.outgoing.advance(held)  # what is cached can go while the rest is computed
 
     # ------------------------------------------------------------------------------- prefixes cached by another worker
 

@@ -174,6 +174,27 @@ def test_each_block_is_pushed_with_the_chunk_that_fills_it(start: Any) -> None:
     cluster.until(lambda: bool(cluster.door.ended) and is_clean(cluster))
 
 
+@pytest.mark.parametrize("restores", [False, True])
+def test_cached_blocks_are_pushed_before_the_rest_is_computed(start: Any, restores: bool) -> None:
+    """restores: blocks are still being read from a lower tier when the taker asks."""
+    cluster = start()
+    prefill, engine = cluster.workers["prefill.0"].by_name["prefill"].stage, cluster.engine("prefill.0")
+    cluster.send(prompt("a", some(330)[:200], max_tokens=1))
+    cluster.finish(["a"])
+    cluster.engine("decode.0").pool.clear_cache()
+    prefill.scheduler.plan = lambda *budget: []
+    prefill._restore = lambda prompt, held: restores
+    cluster.send(prompt("b", some(330), max_tokens=1))
+    if restores:
+        cluster.until(lambda: "b" in engine.outgoing._transfers)
+        prefill.ctx.call_at(0.0, lambda: prefill._schedule(prefill.prompts["b"], engine.held["b"]))
+    arrivals = cluster.workers["decode.0"].by_name["transfer"].stage.incoming.arrivals
+    cluster.until(lambda: "b" in arrivals and arrivals["b"].num_leading == 3)
+    assert engine.held["b"].num_computed == 3 * 64
+    del prefill.scheduler.plan
+    cluster.until(lambda: "b" in cluster.door.ended and is_clean(cluster))
+
+
 def test_what_the_decoding_worker_has_is_not_pushed_again(start: Any) -> None:
     cluster, pushed = start(), []
     intercept(cluster, "decode.0", KVData, noting(pushed, "index"))
