@@ -122,7 +122,7 @@ def test_a_damaged_frame_raises_or_decodes_but_never_breaks(data: st.DataObject)
 @pytest.mark.parametrize("size", [INLINE_BYTES - 4, INLINE_BYTES, 3 * INLINE_BYTES])
 def test_large_arrays_travel_in_frames_of_their_own(size: int) -> None:
     data = np.arange(size, dtype=np.uint8)
-    frames = Codec().encode(head(KVData), [KVData(id="r", index=0, layout="", data=data, check=0)])
+    frames = Codec().encode(head(KVData), [KVData(id="r", ticket=1, index=0, layout="", data=data, check=0)])
     assert (len(frames) > 1) == has_parts(frames[0]) == (size >= INLINE_BYTES)
     _, (got,) = Codec().decode(frames)
     assert isinstance(got, KVData) and (got.data == data).all()
@@ -130,7 +130,8 @@ def test_large_arrays_travel_in_frames_of_their_own(size: int) -> None:
 
 def test_a_large_array_is_not_copied_on_receipt() -> None:
     arrived = [
-        bytes(f) for f in Codec().encode(head(KVData), [KVData(id="", index=0, layout="", data=_big(), check=0)])
+        bytes(f)
+        for f in Codec().encode(head(KVData), [KVData(id="", ticket=1, index=0, layout="", data=_big(), check=0)])
     ]
     _, (got,) = Codec().decode(arrived)
     assert isinstance(got, KVData) and np.shares_memory(got.data, np.frombuffer(arrived[1], np.uint8))
@@ -144,7 +145,7 @@ def test_small_arrays_can_be_written_to() -> None:
 
 
 def test_a_missing_part_is_a_codec_error() -> None:
-    frames = Codec().encode(head(KVData), [KVData(id="", index=0, layout="", data=_big(), check=0)])
+    frames = Codec().encode(head(KVData), [KVData(id="", ticket=1, index=0, layout="", data=_big(), check=0)])
     with pytest.raises(CodecError):
         Codec().decode(frames[:1])
 
