@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from click.testing import CliRunner
@@ -15,8 +17,12 @@ from windowed import HEAVY, SLIDING, SPARSE, Watched, save_windowed, some_tokens
 from flowinfer.cache.disk.offline import entries
 from flowinfer.cache.keys import state_name
 from flowinfer.cli import main
-from flowinfer.errors import ModelError
+from flowinfer.errors import ModelError, RequestError
+from flowinfer.graph.planner import load_plan
+from flowinfer.message import Call, Sampling
+from flowinfer.runtime.local import LocalService
 
+QUICKSTART = Path(__file__).parents[2] / "pipelines" / "quickstart.yaml"
 BLOCKS, SIZE = 6, 128
 TOKENS = some_tokens(1, BLOCKS * SIZE + 9)
 
@@ -136,3 +142,26 @@ def test_arms_that_replay_in_two_ways_dont_share_a_memory(model: Path) -> None:
     with pytest.raises(ModelError, match="in one arm and `bounded` in the other"):
         running.engine.prefixes.check("bounded")
     running.engine.prefixes.check("exact")
+
+
+def test_a_file_says_how_hits_are_used(tmp_path: Path) -> None:
+    """From YAML to the engine, over a restart, with the model of the package."""
+    sets = {
+        "vars.model": "flowinfer-mini",
+        "stages.prefill.with.dtype": "float32",
+        "stages.lookup.with.replay": "bounded",
+        "stages.lookup.with.tiers": json.dumps({"memory": "64MiB", "write": "all", "disk": {"path": str(tmp_path)}}),
+    }
+    first = some_tokens(1, 3 * SIZE + 9, 8192)
+    found = []
+    for tokens in (first, [*first[: 2 * SIZE + 1], *some_tokens(2, 9, 8192)]):
+        with LocalService(load_plan(QUICKSTART, sets=[f"{key}={value}" for key, value in sets.items()])) as running:
+            sampling = Sampling(max_tokens=2, temperature=0, ignore_eos=True)
+            call = Call(id=f"r{len(found)}", prompt=np.array(tokens, np.int32), sampling=sampling)
+            pieces = running.generate([call])[call.id]
+            assert not isinstance(pieces, RequestError), pieces
+            finish = pieces[-1].finish
+            assert finish is not None
+            found.append(finish.cached_tokens)
+    assert found == [0, SIZE]
+    assert {entry.namespace.partition("-")[2] for entry in entries(tmp_path)} == {"bounded", "bounded-state"}
