@@ -13,6 +13,7 @@ import numpy as np
 from pydantic import Field
 
 from flowinfer.engine.expert_load import STEPS, Counts, LoadWindow
+from flowinfer.errors import ModelError
 from flowinfer.observe import metrics
 from flowinfer.stage import Context, StageConfig
 from flowinfer.stages.moe_decode.moves import moves, settle
@@ -40,6 +41,20 @@ class Experts(StageConfig):
         if isinstance(self.replicas, int):
             return slots_for(num_experts, workers, self.replicas)
         return slots_for(num_experts, workers, workers * int(self.replicas.removesuffix(_PER_WORKER)))
+
+
+def misfit(model: str) -> tuple[str, str] | None:
+    """What speaks against placing experts of this model, and what would do; None for one that isn't here."""
+    from flowinfer.engine import hub
+    from flowinfer.engine.models.config import read_config
+
+    folder = hub.known(model)
+    try:
+        if folder is None or read_config(folder).moe_layers:
+            return None
+    except ModelError:
+        return None  # told as such
+    return f"`experts.rebalance` places experts, and {model} has none.", "Leave `experts` out."
 
 
 class Planned(NamedTuple):

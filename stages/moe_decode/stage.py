@@ -19,8 +19,8 @@ from flowinfer.engine.step import Features
 from flowinfer.errors import RequestError
 from flowinfer.message import Event, HandOffRefused, Ids, KVRecall, Leave, Logits, Message, Proposal, Sequence
 from flowinfer.observe import metrics
-from flowinfer.stage import Contract, ModelUse, Stage, StageConfig, setting
-from flowinfer.stages.moe_decode.experts import ExpertPlanner, Experts
+from flowinfer.stage import Contract, Fit, ModelUse, Stage, StageConfig, setting
+from flowinfer.stages.moe_decode.experts import ExpertPlanner, Experts, misfit
 from flowinfer.stages.moe_decode.policy import blocks_short, youngest
 from flowinfer.units import Duration, TokenCount
 
@@ -68,6 +68,7 @@ class MoeDecode(Stage):
                 model=ModelUse(self.model, weights=True, dtype=self.dtype, packed=self.weights),
                 beside=frozenset({"spec-verify"}),
                 reads=frozenset({"cache-lookup"}),
+                fits=(Fit("experts", "moe-decode", misfit),) if self.experts.rebalance else (),
             )
 
     config: Config

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import numpy as np
 import pytest
 from pydantic import ValidationError
@@ -9,7 +12,7 @@ from pydantic import ValidationError
 from flowinfer.engine.expert_load import STEPS, LoadWindow
 from flowinfer.fakes import FakeContext
 from flowinfer.observe import metrics
-from flowinfer.stages.moe_decode.experts import ExpertPlanner, Experts, look
+from flowinfer.stages.moe_decode.experts import ExpertPlanner, Experts, look, misfit
 from flowinfer.stages.moe_decode.stage import MoeDecode
 
 
@@ -122,3 +125,14 @@ def test_other_workers_than_before_begin_anew() -> None:
     assert look(loads, Experts(), 2, four.placement, due=False).placement.workers == 2
     same = look(loads, Experts(), 4, four.placement, due=False)
     assert not same.is_new and same.placement is four.placement
+
+
+def test_a_dense_model_has_nothing_to_place(tmp_path: Path) -> None:
+    dense = {"architectures": ["LlamaForCausalLM"], "vocab_size": 96, "hidden_size": 16, "intermediate_size": 32}
+    dense |= {"num_hidden_layers": 1, "num_attention_heads": 2, "max_position_embeddings": 64, "rms_norm_eps": 1e-5}
+    (tmp_path / "config.json").write_text(json.dumps(dense))
+    found = misfit(str(tmp_path))
+    assert found is not None and "has none" in found[0]
+    assert misfit("flowinfer-mini") is None and misfit("no/such") is None
+    fits = [MoeDecode.Config.model_validate({"experts": {"rebalance": n}}).contract().fits for n in (0, 9)]
+    assert not fits[0] and fits[1][0].setting == "experts"
