@@ -108,3 +108,17 @@ def test_padding_of_a_graph_is_nobodys_load() -> None:
     ids = torch.tensor([[[0, 1], [1, 2], [0, 1], [0, 1]], [[2, 0], [2, 1], [2, 0], [2, 0]]], dtype=torch.int32)
     slots = torch.tensor([3, 0, -1, -1], dtype=torch.int32)
     assert count_rows(ids, slots, 3).tolist() == [[1, 2, 1], [1, 1, 2]]
+
+
+def test_a_service_plans_while_it_decodes_and_answers_the_same() -> None:
+    prompts = [prompt(f"r{n}", range(20, 60 + n), max_tokens=30) for n in range(3)]
+    tokens = []
+    for experts in ({}, {"workers": 4, "rebalance": 40}):
+        service = Service(Path("flowinfer-mini"), num_blocks=8, experts=experts)
+        service.send(*prompts)
+        tokens.append(service.finish([p.id for p in prompts]))
+        while service.decode.planner._looking:
+            service.turn()
+        planned = service.decode.planner.placement
+        assert (planned is None) == (not experts)
+    assert planned.by_worker.shape == (8, 4, 5) and tokens[0] == tokens[1]
