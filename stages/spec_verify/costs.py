@@ -16,7 +16,7 @@ F64 = NDArray[np.float64]
 I64 = NDArray[np.int64]
 
 WINDOW = 32  # residuals of a size that count: about a second of steps
-ENOUGH = 5  # of them before they say anything
+ENOUGH, NEWS = 5, 4  # of them before they say anything, and new ones before they say it again
 DRAFTS_KEPT, DRAFTS_ENOUGH = 9, 3  # the last draft times of a batch size whose median counts, and from when on
 MOST_LOG2 = 13  # of rows of a step whose time is learned apart
 
@@ -52,9 +52,13 @@ class StepCosts:
     """Seconds of a step over B rows: the table's, times the median of what the last steps took against it.
 
     A residual is kept as a ratio, since a busy machine slows all of a step, and by size (those of the table, and finer
-    ones beside them), since a table is never wrong by the same at all of them; sizes without ENOUGH of their own take
-    the median over all. Times never fall with B: noise must not make a larger step look cheaper. Plain steps, without
-    drafts, are learned apart: on a GPU they run in another way, as captured graphs that don't wait for each other.
+    ones beside them), since a table is never wrong by the same at all of them. Sizes without ENOUGH of their own lie
+    between those beside them that have; while none has, they take the median over all. Beyond the largest that was
+    seen, the more hopeful of the table and of a line through what was seen counts: what is too cheap there is soon
+    seen, what is too dear would never be tried. Times never fall with B: noise must not make a larger step look
+    cheaper.
+
+    Plain steps, without drafts, are learned apart: on a GPU they run in another way, as captured graphs.
     """
 
     def __init__(self, table: StepTable) -> None:
@@ -65,12 +69,12 @@ class StepCosts:
         self._plain: dict[int, deque[float]] = defaultdict(lambda: deque(maxlen=WINDOW))
         self._newest: deque[float] = deque(maxlen=WINDOW)  # of all plain steps
         self._drafts: dict[int, deque[float]] = defaultdict(lambda: deque(maxlen=DRAFTS_KEPT))
-        self._corrections = np.ones(len(self._rows))
-        self._stale = False
+        self._times = self._base
+        self._num_new = 0  # steps since the times were last made of them
 
     def seconds(self, rows: I64, context: float = 0.0) -> F64:
         """Of steps over so many rows, each of `context` tokens, float64 like rows; rising with them."""
-        base = self._at(rows, np.maximum.accumulate(self._base * self._current()))
+        base = self._at(rows, self._current())
         times: F64 = base + self._table.pair_s * context * rows
         return times
 
@@ -95,7 +99,7 @@ class StepCosts:
         ratio = seconds / self._measured(rows, context)
         kept[self._bucket(rows)].append(ratio)
         every.append(ratio)
-        self._stale = True
+        self._num_new += 1
 
     def _measured(self, rows: int, context: float) -> float:
         """By the table alone."""
@@ -123,13 +127,33 @@ class StepCosts:
         return above if self._rows[above] - rows <= rows - self._rows[above - 1] else above - 1
 
     def _current(self) -> F64:
-        if self._stale:
+        if self._num_new >= NEWS or (self._num_new and len(self._all) < WINDOW):
+            own = {size: median(seen) for size, seen in sorted(self._ratios.items()) if len(seen) >= ENOUGH}
             seen_by_all = self._all if len(self._all) >= ENOUGH else self._newest
             common = median(seen_by_all) if len(seen_by_all) >= ENOUGH else 1.0
-            own = {size: median(seen) for size, seen in self._ratios.items() if len(seen) >= ENOUGH}
-            self._corrections = np.array([own.get(size, common) for size in range(len(self._rows))])
-            self._stale = False
-        return self._corrections
+            known = own or {0: common}
+            times = self._base * np.interp(np.arange(len(self._rows)), list(known), list(known.values()))
+            if own:  # no size without steps of its own looks dearer than a larger one that has some
+                least = np.full(len(times), np.inf)
+                least[list(own)] = times[list(own)]
+                times = np.minimum(times, np.minimum.accumulate(least[::-1])[::-1])
+            if own and not self._table.staircase:
+                times = self._hopeful(times, max(own))
+            self._times = np.maximum.accumulate(times)
+            self._num_new = 0
+        return self._times
+
+    def _hopeful(self, times: F64, largest: int) -> F64:
+        """Beyond the largest size that was seen, no dearer than the flattest line from a smaller one through it."""
+        plain = {size: self._base[size] * median(seen) for size, seen in self._plain.items() if len(seen) >= ENOUGH}
+        seen = plain | {size: times[size] for size, seen in self._ratios.items() if len(seen) >= ENOUGH}
+        smaller = [size for size in seen if size < largest]
+        if not smaller:
+            return times
+        slopes = [(times[largest] - seen[i]) / (self._rows[largest] - self._rows[i]) for i in smaller]
+        line = times[largest] + max(0.0, min(slopes)) * (self._rows - self._rows[largest])
+        hopeful: F64 = np.where(np.arange(len(times)) > largest, np.minimum(times, line), times)
+        return hopeful
 
     def _at(self, rows: I64, times: F64) -> F64:
         return _read(self._rows, times, rows, staircase=self._table.staircase)

@@ -56,6 +56,15 @@ def test_sizes_beyond_the_table_are_learned_apart() -> None:
     assert seconds(costs, 128, 256) == pytest.approx([30.0, 33.0])
 
 
+def test_sizes_without_steps_of_their_own_follow_their_neighbours() -> None:
+    costs = StepCosts(table())
+    for _ in range(8):
+        costs.observe(4, 0.8)
+        costs.observe(32, 1.0)  # the table's line says 7.2
+    assert 0.8 < seconds(costs, 16)[0] <= 1.0
+    assert seconds(costs, 60)[0] == pytest.approx(1.2, rel=0.02), "on the line of the last two"
+
+
 def test_more_rows_never_look_cheaper() -> None:
     costs = StepCosts(table())
     for _ in range(8):

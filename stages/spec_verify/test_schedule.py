@@ -219,6 +219,14 @@ def test_now_and_then_a_step_without_drafts_shows_what_those_take() -> None:
     assert early >= 5 and 500 // 33 - 1 <= later <= 500 // 33 + 1
 
 
+def test_a_table_whose_rows_are_too_dear_is_found_out() -> None:
+    schedule = ConfidenceLength(StepCosts(linear_table(0.02, 0.0008)))
+    for _ in range(200):
+        lengths = schedule.choose(np.full((8, 5), 0.85), np.full(8, 5))
+        schedule.timed(8 + int(lengths.sum()), 0.02 + 0.00005 * (8 + int(lengths.sum())), plain=not lengths.any())
+    assert (schedule.choose(np.full((8, 5), 0.85), np.full(8, 5)) == 5).all()
+
+
 def test_plain_steps_that_are_cheaper_than_their_rows_say_are_found() -> None:
     """As on a GPU, where only they are captured graphs."""
     _, later = plain_steps(8, 0.6, 0.02, 0.2)
