@@ -181,12 +181,17 @@ class Drafting:
         return counts, drafts
 
     def _may_guess(self, confidences: F64, step: int) -> bool:
-        """Whether drafts are wanted now; while they aren't, steps may run ahead of the host, and must land first."""
+        """Whether drafts are wanted now; while they aren't, steps may run ahead of the host, and must land first.
+
+        The last step must have given the features of its tokens, too.
+        """
+        assert self.drafter is not None, "somebody drafts"
+        wanted, has_features = self.drafter.needs_features, self.batch.feature_layers == self.drafter.needs_features
         self._is_due = self._is_due or self.schedule.looks(confidences[:, 0], step)
-        if self.batch.overlaps and self.drafter:
+        if self.batch.overlaps:
             self.batch.drafting = self._is_due
-            self.batch.feature_layers = self.drafter.needs_features if self._is_due else ()
-        may_guess = self._is_due and not self._is_ahead
+            self.batch.feature_layers = wanted if self._is_due else ()
+        may_guess = self._is_due and not self._is_ahead and has_features
         self._is_due = self._is_due and not may_guess
         return may_guess
 

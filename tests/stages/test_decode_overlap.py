@@ -210,6 +210,26 @@ def test_steps_run_ahead_while_drafting_does_not_pay(
     assert 1 < len(looks) < service.decode.num_steps / 2
 
 
+def test_a_head_that_looks_now_and_then_has_read_the_last_token(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of sequences that need the host and of others; a look without it would say nothing of the head."""
+    prompts = [
+        prompt(f"r{n}", some_tokens(n, 20 + n), max_tokens=60, frequency_penalty=0.1 * n, temperature=1.0, seed=n)
+        for n in range(3)
+    ]
+    service = Service(model, num_blocks=64, verify={"draft": "head", "row_cost": 4.0})
+    drafter: Any = service.group.by_name["verify"].stage.drafting.drafter
+    guess, looks = drafter.guess, []
+
+    def checked(slots: Any, num_tokens: Any, choose: Any) -> Any:
+        looks.append((drafter._state._newest_at[torch.from_numpy(slots).long()].numpy() == num_tokens - 2).all())
+        return guess(slots, num_tokens, choose)
+
+    monkeypatch.setattr(drafter, "guess", checked)
+    service.send(*prompts)
+    assert service.finish(p.id for p in prompts) == step_by_step(model, prompts, monkeypatch)
+    assert len(looks) > 3 and all(looks)
+
+
 def test_running_out_of_blocks_preempts_and_changes_no_token(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     prompts = [prompt(f"r{n}", some_tokens(n, 40 + n), max_tokens=120) for n in range(6)]
     service = Service(model, num_blocks=8)
