@@ -144,13 +144,15 @@ class Int8:
     """codes int8 [O, I]; a weight is code * scale, scale [O] in the weight's dtype."""
 
     def __init__(self, weight_OI: Tensor) -> None:
-        weight = weight_OI.float()
-        self.scale = (weight.abs().amax(1) / 127).clamp_(min=1e-8).to(weight_OI.dtype)
-        self.codes = (weight / self.scale.float().unsqueeze(1)).round_().clamp_(-127, 127).to(torch.int8)
+        weight = weight_OI.to(torch.float32, copy=True)  # worked on in place: other copies leave holes in memory
+        least, most = weight.aminmax(dim=1)
+        self.scale = (torch.maximum(-least, most) / 127).clamp_(min=1e-8).to(weight_OI.dtype)
+        weight.div_(self.scale.float().unsqueeze(1)).round_().clamp_(-127, 127)
+        self.codes = weight.to(torch.int8)
 
     def plain(self) -> Tensor:
         """[O, I]: the numbers that the codes stand for."""
-        return (self.codes.float() * self.scale.float().unsqueeze(1)).to(self.scale.dtype)
+        return self.codes.float().mul_(self.scale.float().unsqueeze(1)).to(self.scale.dtype)
 
     def packed(self) -> Callable[[Tensor], Tensor]:
         """The product over the codes as they are."""
