@@ -31,6 +31,7 @@ TABLE: tuple[Needs, ...] = (
     Needs("decode_attention", (8, 0), _FLOATS, "paged_attention: pages are gathered, then torch's attention"),
     Needs("prefill_attention", (8, 0), _FLOATS, "paged_attention: pages are gathered, then torch's attention"),
     Needs("skinny_linear", (8, 0), _FLOATS, "torch.nn.functional.linear"),
+    Needs("invariant_attention", (8, 0), _FLOATS, "none: batch_invariant is refused"),
     Needs("invariant_linear", (8, 0), _FLOATS, "none: batch_invariant is refused"),
     Needs("norm", (8, 0), _FLOATS, "torch.nn.functional.rms_norm"),
     Needs("rope", (8, 0), _FLOATS, "engine.models.rope.rotate"),

@@ -30,8 +30,6 @@ class Tiling:
 
     tiles int32 [tiles, 2]: sequence, first of its query tokens. starts int32 [S + 1]; kv_lens int32 [S];
     block_tables int32 [S, blocks]. tokens: query tokens of a tile.
-    exact: pages that a tile sees whole and those that it sees in part are rounded alike, so that where a query lies in
-    its tile changes nothing. Else a compiler may fuse a product and a difference in one and not in the other.
     """
 
     tiles: Tensor
@@ -39,7 +37,6 @@ class Tiling:
     kv_lens: Tensor
     block_tables: Tensor
     tokens: int
-    exact: bool = False
 
 
 def plan_tiles(
@@ -55,12 +52,10 @@ def plan_tiles(
     """Cuts S sequences into tiles. Arguments as in StepInput; the longest contexts come first, to end together.
 
     dtype: of the queries. float32 has no tensor cores at full precision: large tiles would take minutes to compile.
-    rows: of a tile; 0: by how many queries there are. One size for all steps makes a query's bytes the same in each,
-    and the tiling exact.
+    rows: of a tile; 0: by how many queries there are. invariant_attention takes one size for all steps.
     """
     counts = np.diff(query_starts)
     group = heads.num_heads // heads.num_kv_heads
-    fixed = rows > 0
     rows = rows or (128 if int(counts.max(initial=0)) * group > 32 and dtype.itemsize == 2 else 16)
     each = max(1, rows // group)
     num = -(-counts // each)
@@ -70,7 +65,7 @@ def plan_tiles(
     tiles = np.stack((sequence, within * each), 1)[order].astype(np.int32)
     arrays = (tiles, query_starts, kv_lens, block_tables)
     sent = [torch.from_numpy(np.ascontiguousarray(a, np.int32)).to(device, non_blocking=True) for a in arrays]
-    return Tiling(sent[0], sent[1], sent[2], sent[3], tokens=each, exact=fixed)
+    return Tiling(sent[0], sent[1], sent[2], sent[3], tokens=each)
 
 
 def prefill_attention(

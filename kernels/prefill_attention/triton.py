@@ -17,7 +17,7 @@ def launch(q, kv, layer, heads, tiling, window, sinks, out):
         out, layer * 2 * k * page * d, kv.stride(0), q.stride(0), d**-0.5,
         N=n, K=k, D=d, PAGE=page, TOKENS=tiling.tokens, BM=rows, BD=max(16, triton.next_power_of_2(d)),
         SINKS=sinks is not None, WINDOW=window,
-        num_warps=8 if wide else 4, num_stages=3 if q.element_size() == 2 else 1, enable_fp_fusion=not tiling.exact,
+        num_warps=8 if wide else 4, num_stages=3 if q.element_size() == 2 else 1,
     )  # fmt: skip
 
 

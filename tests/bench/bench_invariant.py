@@ -330,7 +330,8 @@ def linear_us(shape: tuple[int, int], rows: int) -> dict[str, Any]:
 def attention_us(config: ModelConfig, rows: int = 64, context: int = 1024) -> dict[str, float]:
     """A decode step's attention of one layer: by splits, and by the tiles of the mode."""
     from flowinfer.kernels.decode_attention import DecodeBatch, Scratch, decode_attention
-    from flowinfer.kernels.prefill_attention import Tiling, prefill_attention
+    from flowinfer.kernels.invariant_attention import Parts, invariant_attention
+    from flowinfer.kernels.prefill_attention import Tiling
     from flowinfer.kernels.rope import Heads
 
     heads = Heads(config.num_heads, config.num_kv_heads, config.head_dim)
@@ -347,15 +348,14 @@ def attention_us(config: ModelConfig, rows: int = 64, context: int = 1024) -> di
     batch = DecodeBatch(starts[:-1].contiguous(), lengths, tables)
     scratch = Scratch.make(rows, heads, torch.device("cuda"))
     group = heads.num_heads // heads.num_kv_heads
-    tiling = Tiling(
-        torch.stack((starts[:-1], starts[:-1] * 0), 1), starts, lengths, tables, tokens=64 // group, exact=True
-    )
+    tiling = Tiling(torch.stack((starts[:-1], starts[:-1] * 0), 1), starts, lengths, tables, tokens=64 // group)
+    parts = Parts.make(rows, blocks, heads, torch.device("cuda"))
     q = qkv.view(rows, -1, heads.head_dim)
     return {
         "decode_attention": time_us(
             [lambda: decode_attention(qkv, kv, 0, heads, batch, rope, None, 1e-5, scratch)] * 8
         ),
-        "tiles of 64": time_us([lambda: prefill_attention(q, kv, 0, heads, tiling)] * 8),
+        "ours": time_us([lambda: invariant_attention(q, kv, 0, heads, tiling, parts=parts)] * 8),
     }
 
 

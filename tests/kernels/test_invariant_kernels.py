@@ -15,11 +15,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from flowinfer.errors import KernelUnsupported
-from flowinfer.kernels.experts import bucket, gather_gated, route, weighted
-from flowinfer.kernels.invariant_linear import invariant_linear, invariant_linear_reference
-
 pytest.importorskip("triton")
+from flowinfer.errors import KernelUnsupported
+from flowinfer.kernels import invariant_attention as attention
+from flowinfer.kernels.experts import bucket, gather_gated, route, weighted
+from flowinfer.kernels.invariant_attention import triton as attention_kernel
+from flowinfer.kernels.invariant_linear import invariant_linear, invariant_linear_reference
+from flowinfer.kernels.prefill_attention import Tiling, plan_tiles
+from flowinfer.kernels.rope import Heads
+
 torch.set_num_threads(1)
 DEVICE = os.environ.get("FLOWINFER_TEST_DEVICE", "cpu")
 DTYPES = (torch.float32, torch.bfloat16)
@@ -73,6 +77,38 @@ def test_experts_of_a_token_are_the_same_alone_and_among_others() -> None:
     whole = run(slice(0, 20))
     for at, count in ((0, 1), (7, 1), (3, 9)):
         assert torch.equal(run(slice(at, at + count)), whole[2 * at : 2 * (at + count)])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_attention_is_right_and_the_same_in_decode_and_prefill(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attention, "SPLIT_PAGES", 1)
+    monkeypatch.setattr(attention_kernel, "SPLIT_PAGES", 1)
+    heads, length, page = Heads(4, 2, 16), 75, 32
+    q, kv = random(length, 4, 16, dtype=dtype), random(4, 1, 2, 2, page, 16, dtype=dtype, seed=1)
+    table = np.array([[3, 0, 2]], np.int32)
+
+    def prefill(first: int, count: int) -> Tensor:
+        starts, lengths = np.array([0, count], np.int32), np.array([first + count], np.int32)
+        tiling = plan_tiles(
+            starts, lengths, table, heads=heads, device=torch.device(DEVICE), dtype=dtype, rows=attention.TILE_ROWS
+        )
+        return attention.invariant_attention(q[first : first + count], kv, 0, heads, tiling)
+
+    whole = prefill(0, length)
+    arrays = np.array([0, length], np.int32), np.array([length], np.int32), table
+    want = attention.invariant_attention_reference(q.double(), kv.double(), 0, heads, *arrays)
+    assert (whole.double() - want).norm() < (2e-5 if dtype is torch.float32 else 2e-2) * want.norm()
+    assert torch.equal(torch.cat([prefill(0, 40), prefill(40, 34), prefill(74, 1)]), whole)
+    at = torch.tensor([5, 31, 32, 63, 64, 74])
+    rows = torch.arange(7, dtype=torch.int32, device=DEVICE)
+    tables = torch.from_numpy(table).to(DEVICE).expand(6, -1).contiguous()
+    tiles = torch.stack((rows[:6], rows[:6] * 0), 1)
+    tiling = Tiling(tiles, rows, (at + 1).int().to(DEVICE), tables, tokens=32)
+    parts = attention.Parts.make(6, 3, heads, torch.device(DEVICE))
+    for _ in range(2):  # the counters are ready for the next step
+        assert torch.equal(attention.invariant_attention(q[at], kv, 0, heads, tiling, parts=parts), whole[at])
 
 
 SMALL: dict[str, Any] = {

@@ -1,7 +1,7 @@
 """The decoder on a GPU in the mode in which a token's bytes don't depend on what runs beside it.
 
 Every step, prefill, verify or decode, goes through the same kernels with the same tiles: products without a split of
-the inner dimension, attention of 64-row tiles over a sequence's pages in order, experts in tiles of one shape. So
+the inner dimension, attention of 64-row tiles over splits of one size, experts in tiles of one shape. So
 chunks, prefix hits, drafts and batch sizes change nothing. Where wide tiles give the same bytes on this card, which is
 tried at load, products of many rows use them.
 
@@ -27,12 +27,11 @@ from flowinfer.errors import ModelError
 from flowinfer.kernels.activation import silu_mul
 from flowinfer.kernels.decode_attention import DecodeBatch, Scratch
 from flowinfer.kernels.experts import MOST_ROWS, bucket, gather_gated, route, weighted
+from flowinfer.kernels.invariant_attention import TILE_ROWS, Parts, invariant_attention
 from flowinfer.kernels.invariant_linear import WIDE_ROWS, invariant_linear
 from flowinfer.kernels.norm import rms_norm
-from flowinfer.kernels.prefill_attention import Tiling, plan_tiles, prefill_attention
+from flowinfer.kernels.prefill_attention import Tiling, plan_tiles
 from flowinfer.kernels.rope import rope_write
-
-TILE_ROWS = 64  # query heads of a tile: what a Hopper card's matrix instruction takes, for one token as for many
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +41,7 @@ class _Rows:
     positions: Tensor
     blocks: Tensor
     tiling: Tiling
+    parts: Parts | None = None
 
 
 class InvariantModel(FusedModel):
@@ -51,6 +51,7 @@ class InvariantModel(FusedModel):
         self, config: ModelConfig, embed_VH: Tensor, layers: list[Layer], norm_H: Tensor, head_VH: Tensor, rope: Rope
     ) -> None:
         super().__init__(config, embed_VH, layers, norm_H, head_VH, rope)
+        self._parts: dict[int, Parts] = {}  # by blocks of a table
         self.wide: set[tuple[int, ...]] = set()  # shapes of weights whose wide tiles give the same bytes
 
     def keep_invariant(self, invariance: Invariance) -> None:
@@ -81,12 +82,20 @@ class InvariantModel(FusedModel):
         starts = torch.arange(len(slots) + 1, dtype=torch.int32, device=self.device)
         tiles = torch.stack((starts[:-1], torch.zeros_like(starts[:-1])), 1)
         group = self.heads.num_heads // self.heads.num_kv_heads
-        tiling = Tiling(tiles, starts, lengths, tables, tokens=max(1, TILE_ROWS // group), exact=True)
-        rows = _Rows(positions, blocks.masked_fill(nobody, -1), tiling)
+        tiling = Tiling(tiles, starts, lengths, tables, tokens=max(1, TILE_ROWS // group))
+        rows = _Rows(positions, blocks.masked_fill(nobody, -1), tiling, self._parts_for(tables))
         x, delta = self._through(F.embedding(last_S.index_select(0, slots), self._embed_VH), kv, rows, None, chosen)
         assert x is not None, "a step that wants logits goes through the last layer"
         _, normed = rms_norm(x, self._norm_H, self.config.norm_eps, delta=delta)
         return self._product(normed, Weight(self.head_VH, None))
+
+    def _parts_for(self, tables: Tensor) -> Parts:
+        """Room for the splits of such a step; layers and steps of one stream share it."""
+        rows, blocks = tables.shape
+        parts = self._parts.get(blocks)
+        if parts is None or parts.arrived.shape[0] < rows * self.heads.num_kv_heads:
+            parts = self._parts[blocks] = Parts.make(rows, blocks, self.heads, self.device)
+        return parts
 
     @torch.inference_mode()
     def forward(self, step: StepInput, kv: Tensor) -> Tensor | None:
@@ -126,7 +135,7 @@ class InvariantModel(FusedModel):
             is_last = index == len(self._layers) - 1
             if is_last and step is not None and step.logit_rows is None and not step.wants(index):
                 return None, None
-            attended = prefill_attention(qk, kv, index, self.heads, rows.tiling)
+            attended = invariant_attention(qk, kv, index, self.heads, rows.tiling, parts=rows.parts)
             x, normed = rms_norm(x, layer.post_norm_H, eps, delta=self._product(attended, self._out[index]))
             ffn = self._ffn[index]
             if isinstance(ffn, StackedExperts):
