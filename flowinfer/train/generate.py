@@ -1,7 +1,8 @@
 """Writes training text with a Llama on one GPU: answers to template prompts and again to the prompts of given shards.
 
 Rows of one fixed cache sample side by side, a CUDA graph a step; every few steps the host takes finished answers out
-and puts new prompts in. Output has the arrays of the shards that `prepare` reads (kind 4: code or fixed form).
+and puts new prompts in. Output has the arrays of the shards that `prepare` reads (kind 4: code or fixed form). What is
+answered is written when time is over, and at SIGTERM or Ctrl-C too.
 """
 
 from __future__ import annotations
@@ -9,8 +10,9 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -36,14 +38,21 @@ class Chat:
     answer: list[int]
 
 
-def wanted(tokenizer: Tokenizer, shards: list[Path], share: float, rng: random.Random) -> Iterator[Chat]:
-    """Prompts without end: `share` of them from the shards (kinds 0, 1, 3) while there are any, else from templates."""
-    again = []
+def asked_before(shards: list[Path]) -> list[Chat]:
+    """The prompts of shards that may be used and aren't too long, their answers left out."""
+    found = []
     for shard in shards:
         data = np.load(shard)
+        tokens = data["tokens"]  # read once: every look into the file unpacks the whole array
         for (start, stop), kind in zip(bounds(data), data["kind"].tolist(), strict=True):
             if kind != LEFT_OUT and stop - start <= LONGEST_PROMPT:
-                again.append(Chat(data["tokens"][start:stop].tolist(), kind, []))
+                found.append(Chat(tokens[start:stop].tolist(), kind, []))
+    return found
+
+
+def wanted(tokenizer: Tokenizer, again: list[Chat], share: float, rng: random.Random) -> Iterator[Chat]:
+    """Prompts without end: `share` of them from `again` while there are any, else from templates."""
+    again = list(again)
     rng.shuffle(again)
     while True:
         if again and rng.random() < share:
@@ -122,13 +131,28 @@ class Sampler:
 
 
 def generate(
-    model: Llama, chats: Iterator[Chat], *, batch: int, answer: int, temperature: float, seconds: float, tokens: int
+    model: Llama,
+    chats: Iterator[Chat],
+    *,
+    batch: int,
+    answer: int,
+    temperature: float,
+    seconds: float,
+    tokens: int,
+    tell: float = 10.0,
+    stopped: Callable[[], bool] = lambda: False,
 ) -> list[Chat]:
-    """Answered chats, until time is over or so many tokens are there. Unfinished rows at the end are dropped."""
+    """Answered chats, until time is over, so many tokens are there or `stopped` says so. Unfinished ones are dropped.
+
+    tell: seconds between lines of progress.
+    """
+    began, done, count, steps, told = time.perf_counter(), list[Chat](), 0, 0, 0.0
     sampler = Sampler(model, batch, answer, temperature)
-    began, done, count, steps = time.perf_counter(), list[Chat](), 0, 0
     free = list(range(batch))
-    while time.perf_counter() - began < seconds and count < tokens:
+    while (took := time.perf_counter() - began) < seconds and count < tokens and not stopped():
+        if took >= told:
+            print(json.dumps({"chats": len(done), "tokens": count, "seconds": round(took, 1)}), flush=True)
+            told = took + tell
         for at in range(0, len(free), 512):
             part = free[at : at + 512]
             sampler.fill(part, [next(chats) for _ in part])
@@ -144,9 +168,6 @@ def generate(
                 done.append(chat)
                 count += len(chat.answer)
                 free.append(row)
-        if steps % (64 * TURNS) == 0:
-            took = time.perf_counter() - began
-            print(json.dumps({"chats": len(done), "tokens": count, "seconds": round(took, 1)}), flush=True)
     took = time.perf_counter() - began
     print(
         f"{len(done):,} chats, {count:,} tokens, {took:.0f} s, {count / took:,.0f} tokens/s, {steps} steps", flush=True
@@ -182,21 +203,40 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--chats", type=Path, help="folder of shard-*.npz whose prompts are answered again")
     parser.add_argument("--share", type=float, default=0.35, help="of the prompts that come from the shards")
-    parser.add_argument("--seconds", type=float, default=200.0)
+    parser.add_argument("--seconds", type=float, default=200.0, help="all but starting Python and writing")
     parser.add_argument("--tokens", type=int, default=40_000_000)
     parser.add_argument("--batch", type=int, default=1536)
     parser.add_argument("--answer", type=int, default=256, help="most tokens of an answer")
     parser.add_argument("--temperature", type=float, default=0.6)
+    parser.add_argument("--tell", type=float, default=10.0, help="seconds between lines of progress")
     parser.add_argument("--seed", type=int, default=1)
     args = parser.parse_args()
+    if args.chats and not any(args.chats.glob("shard-*.npz")):
+        parser.error(f"--chats {args.chats} has no shard-*.npz")
+    began, signals = time.perf_counter(), list[int]()
+    for each in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(each, lambda number, _: signals.append(number))
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.manual_seed(args.seed)
     model = Llama(args.model, device, torch.bfloat16 if device == "cuda" else torch.float32)
     tokenizer = Tokenizer.from_file(str(args.model / "tokenizer.json"))
-    shards = sorted(args.chats.glob("shard-*.npz")) if args.chats else []
-    chats = wanted(tokenizer, shards, args.share, random.Random(args.seed))
-    limits = {"batch": args.batch, "answer": args.answer, "seconds": args.seconds, "tokens": args.tokens}
-    save(generate(model, chats, temperature=args.temperature, **limits), args.out)
+    again = asked_before(sorted(args.chats.glob("shard-*.npz")) if args.chats else [])
+    chats = wanted(tokenizer, again, args.share, random.Random(args.seed))
+    took = time.perf_counter() - began
+    print(json.dumps({"prompts_of_chats": len(again), "device": device, "seconds": round(took, 1)}), flush=True)
+    done = generate(
+        model,
+        chats,
+        batch=args.batch,
+        answer=args.answer,
+        temperature=args.temperature,
+        seconds=args.seconds - took,
+        tokens=args.tokens,
+        tell=args.tell,
+        stopped=lambda: bool(signals),
+    )
+    save(done, args.out)
+    print(f"written to {args.out}" + (", stopped by a signal" if signals else ""), flush=True)
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import random
 import re
 from collections.abc import Iterator, Sequence
@@ -99,7 +100,8 @@ def tidied(chats: list[Chat], workers: int) -> list[Chat]:
     """All chats that are left, in their order."""
     if workers <= 1:
         return [kept for chat in chats if (kept := tidy(chat))]
-    with ProcessPoolExecutor(workers) as pool:
+    # Spawned: the tokenizer's threads have run by now, and a forked child may hang on a lock that one of them held.
+    with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as pool:
         return [kept for kept in pool.map(tidy, chats, chunksize=512) if kept]
 
 
@@ -180,13 +182,18 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--workers", type=int, default=1)
     args = parser.parse_args()
+    for folder, pattern in ((args.chats, "shard-*.npz"), (args.generated, "*.npz")):
+        if folder and not any(folder.glob(pattern)):
+            parser.error(f"{folder} has no {pattern}")
     theirs = Tokenizer.from_file(str(args.tokenizer))
     held, kept = split(list(read_chats(sorted(args.chats.glob("shard-*.npz")), theirs)), random.Random(args.seed))
+    print(f"{len(held) + len(kept):,} chats of shards", flush=True)
     parts = {"shards": tidied(kept, args.workers)}
     held_out = {"held_out": held}
     asked = {chat.user for chat in held}
     if args.generated:
         more = tidied(list(read_chats(sorted(args.generated.glob("*.npz")), theirs)), args.workers)
+        print(f"{len(more):,} generated chats", flush=True)
         held_out["held_generated"], parts["generated"] = split(more, random.Random(args.seed))
         parts["generated"] = [chat for chat in parts["generated"] if chat.user not in asked]
     if args.templates:
@@ -202,6 +209,7 @@ def main() -> None:
     tokenizer.save(str(args.out / "tokenizer.json"))
     counts = {name: {"chats": len(part)} for name, part in parts.items()}
     for name, chats in {"train": everything, **held_out}.items():
+        print(f"{name}: {len(chats):,} chats", flush=True)
         arrays = encode(chats, tokenizer)
         np.savez(args.out / f"{name}.npz", **arrays)  # type: ignore[arg-type]
         counts[name] = {"chats": len(chats), "tokens": len(arrays["tokens"])}

@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import json
 import random
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from numpy.lib.npyio import NpzFile
 from safetensors.torch import save_file
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 
 from flowinfer.train import facts, generate, prompts, tales
 from flowinfer.train.llama import Llama
@@ -109,3 +115,50 @@ def test_held_out_chats_are_not_trained_on() -> None:
     chats = [Chat(str(i), "x", True, 0) for i in range(500)]
     held, kept = split(chats, random.Random(0))
     assert len(held) == 10 and not {c.user for c in held} & {c.user for c in kept}
+
+
+@pytest.fixture
+def shard(tmp_path: Path) -> Path:
+    """Nine chats of 10 tokens, 4 of them prompt; every third is of kind 2."""
+    np.savez_compressed(
+        tmp_path / "shard-000.npz",
+        tokens=np.arange(90, dtype=np.uint16),
+        starts=np.arange(9, dtype=np.uint32) * 10,
+        prompt_len=np.full(9, 4, np.uint16),
+        kind=np.array([0, 1, 2] * 3, np.uint8),
+    )
+    return tmp_path / "shard-000.npz"
+
+
+def test_prompts_of_chats_are_read_with_one_look_an_array(shard: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    looks = []
+    read = NpzFile.__getitem__
+    monkeypatch.setattr(NpzFile, "__getitem__", lambda self, key: looks.append(key) or read(self, key))
+    found = generate.asked_before([shard])
+    assert [chat.prompt[0] for chat in found] == [0, 10, 30, 40, 60, 70]
+    assert sorted(looks) == ["kind", "prompt_len", "starts", "tokens"]
+
+
+def test_time_counts_while_prompts_are_prepared(model: Llama) -> None:
+    """A slow source of prompts: what was begun is filled, then nothing more is asked."""
+    clock = iter([0.0, 0.0, *[9.0] * 99])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(generate.time, "perf_counter", lambda: next(clock))
+        asked = iter([generate.Chat([3, 4], 3, []) for _ in range(3)])
+        assert generate.generate(model, asked, batch=3, answer=40, temperature=1.0, seconds=5, tokens=10**6) == []
+
+
+def test_what_is_there_is_written_at_sigterm(model: Llama, tmp_path: Path) -> None:
+    Tokenizer(WordLevel({"[UNK]": 7}, unk_token="[UNK]")).save(str(tmp_path / "tokenizer.json"))
+    options = ["--model", tmp_path, "--out", tmp_path / "out", "--batch", 4, "--answer", 8, "--seconds", 500]
+    command = [sys.executable, "-m", "flowinfer.train.generate", *options, "--tell", 0]
+    with subprocess.Popen([str(word) for word in command], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert json.loads(process.stdout.readline())["prompts_of_chats"] == 0
+        while not (told := json.loads(process.stdout.readline()))["tokens"]:
+            pass
+        process.send_signal(signal.SIGTERM)
+        rest = process.stdout.read()
+    assert process.returncode == 0 and "stopped by a signal" in rest
+    written = np.load(tmp_path / "out" / "generated-000.npz")
+    assert len(written["starts"]) >= told["chats"] > 0
