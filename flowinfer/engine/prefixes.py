@@ -141,6 +141,8 @@ class Prefixes:
         held.partial = {number for number in held.partial if number < usable}
 
     def _partial_of(self, names: Sequence[bytes]) -> set[int]:
+        if not self.rule.state_blocks:
+            return set()
         return {i for i, name in enumerate(names) if self.engine.pool.is_partial(name)}
 
     def _own(self, held: HeldKV, number: int) -> None:

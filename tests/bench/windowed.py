@@ -77,7 +77,7 @@ class Watched(Service):
                 self.check_cached()
             return turned
 
-        self.engine.forward, self.group.turn = kept, checked
+        self.engine.forward, self.group.turn = kept, checked  # type: ignore[method-assign]
         self.group.emit(Serving())
 
     def check_cached(self) -> None:

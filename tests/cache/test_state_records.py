@@ -153,7 +153,7 @@ def test_a_file_says_how_hits_are_used(tmp_path: Path) -> None:
         "stages.lookup.with.tiers": json.dumps({"memory": "64MiB", "write": "all", "disk": {"path": str(tmp_path)}}),
     }
     first = some_tokens(1, 3 * SIZE + 9, 8192)
-    found = []
+    found: list[int] = []
     for tokens in (first, [*first[: 2 * SIZE + 1], *some_tokens(2, 9, 8192)]):
         with LocalService(load_plan(QUICKSTART, sets=[f"{key}={value}" for key, value in sets.items()])) as running:
             sampling = Sampling(max_tokens=2, temperature=0, ignore_eos=True)
