@@ -181,12 +181,13 @@ def check_stored(tensors: Tensors, *, scaled: bool, block: Block = BLOCK) -> dic
         if name.endswith(SCALES) or not name.endswith(".weight"):
             continue
         scale = next((tensors[s] for s in (name.removesuffix(".weight") + end for end in SCALES) if s in tensors), None)
-        kind = weight_format(name, info, scale, block) if scaled else _plain(name, info)
+        kind = weight_format(name, info, scale, block) if scaled else check_plain(name, info)
         found[kind] = found.get(kind, 0) + info.num_elements * (2 if kind == "fp4" else 1)
     return found
 
 
-def _plain(name: str, info: TensorInfo) -> Format:
+def check_plain(name: str, info: TensorInfo) -> Format:
+    """Raises ModelError for a tensor that isn't in a float of 16 bits or more."""
     if info.dtype not in PLAIN:
         text = f"{name} is stored as {info.dtype}, which isn't supported."
         raise ModelError(text, help=f"Supported: {', '.join(PLAIN)}. {INSTEAD}")

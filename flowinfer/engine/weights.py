@@ -11,11 +11,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flowinfer.engine.formats import INDEX
+from flowinfer.engine.formats import INDEX, TensorInfo, check_plain
 from flowinfer.engine.manifest import HEAD
 from flowinfer.errors import ModelError
 
 _MOST_NAMES = 5  # in an error message
+_NAMES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.float8_e8m0fnu: "F8_E8M0",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+}
 
 
 class Weights:
@@ -41,10 +52,14 @@ class Weights:
         return name in self._places
 
     def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """The tensor in the wanted dtype on the device. Raises ModelError naming a missing tensor or a wrong shape."""
+        """The tensor in the wanted dtype on the device. Raises ModelError naming one that is missing or misshapen.
+
+        So it does for one of few bits: without its scales, its numbers mean nothing.
+        """
         tensor = self._read(name)
         if tuple(tensor.shape) != shape:
             raise ModelError(f"{self.folder}: {name} has shape {list(tensor.shape)}, expected {list(shape)}.")
+        check_plain(f"{self.folder}: {name}", info_of(tensor))
         self._taken.add(name)
         return tensor.to(self.device, self.dtype)
 
@@ -76,6 +91,11 @@ class Weights:
         if path not in self._handles:
             self._handles[path] = self._files.enter_context(_open(path))
         return self._handles[path]
+
+
+def info_of(tensor: Tensor) -> TensorInfo:
+    """A tensor as the header of its file describes it."""
+    return TensorInfo(_NAMES.get(tensor.dtype, str(tensor.dtype).removeprefix("torch.")), tuple(tensor.shape))
 
 
 def _places(folder: Path) -> dict[str, Path]:

@@ -13,7 +13,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from flowinfer.engine.formats import TensorInfo, check_stored, lacks, read_tensors, refuse_scheme, weight_format
-from flowinfer.engine.models.deepseek_v4.quant import dequantize, info_of
+from flowinfer.engine.models.deepseek_v4.quant import dequantize
+from flowinfer.engine.weights import Weights, info_of
 from flowinfer.errors import ModelError
 
 Pair = tuple[Tensor, Tensor, tuple[int, int]]  # weight, scales, block
@@ -180,3 +181,12 @@ def test_a_damaged_header_is_told_by_its_file(tmp_path: Path, content: bytes) ->
     (tmp_path / "model.safetensors").write_bytes(content)
     with pytest.raises(ModelError, match=r"model.safetensors can't be read"):
         read_tensors(tmp_path)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.uint8, torch.float8_e4m3fn])
+def test_a_family_without_scales_takes_no_few_bits_for_numbers(tmp_path: Path, dtype: torch.dtype) -> None:
+    save_file({"a.weight": torch.ones(2, 3).to(dtype)}, tmp_path / "model.safetensors")
+    weights = Weights(tmp_path, dtype=torch.float32, device=torch.device("cpu"))
+    with weights, pytest.raises(ModelError, match=r"a\.weight is stored as") as told:
+        weights.take("a.weight", (2, 3))
+    assert "bfloat16" in told.value.help

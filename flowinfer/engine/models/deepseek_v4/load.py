@@ -16,12 +16,12 @@ from flowinfer.engine.models.deepseek_v4.config import V4Config
 from flowinfer.engine.models.deepseek_v4.experts import Expert, Experts
 from flowinfer.engine.models.deepseek_v4.model import Hyper, Layer, V4Model
 from flowinfer.engine.models.deepseek_v4.ops import frequencies
-from flowinfer.engine.models.deepseek_v4.quant import dequantize, info_of
+from flowinfer.engine.models.deepseek_v4.quant import dequantize
 from flowinfer.engine.models.invariant import Invariance
 from flowinfer.engine.models.linear import Make, Projection, make_linear
 from flowinfer.engine.models.moe import zero_load
 from flowinfer.engine.models.quantized import Makers
-from flowinfer.engine.weights import Weights
+from flowinfer.engine.weights import Weights, info_of
 from flowinfer.errors import ModelError
 
 _IGNORED = re.compile(r"(model\.)?mtp\.")  # draft layers of the release, which have a place of their own

@@ -9,26 +9,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flowinfer.engine.formats import BLOCK, FP4_COLUMNS, Block, TensorInfo
+from flowinfer.engine.formats import BLOCK, FP4_COLUMNS, Block
 
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 FP8_MAX = 448.0
-_NAMES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-    torch.float8_e8m0fnu: "F8_E8M0",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-}
-
-
-def info_of(tensor: Tensor) -> TensorInfo:
-    """A tensor as the header of its file describes it."""
-    return TensorInfo(_NAMES.get(tensor.dtype, str(tensor.dtype).removeprefix("torch.")), tuple(tensor.shape))
 
 
 def dequantize(weight: Tensor, scale: Tensor, block: Block = BLOCK) -> Tensor:
