@@ -1,6 +1,6 @@
 """What it costs to bring KV from the worker that prefills to the one that decodes, between two processes of this host.
 
-Run: python tests/bench/bench_transfer.py [--out FILE] [--small]. Prints medians and writes JSON; half a minute. Needs
+Run: python tests/bench/bench_transfer.py [--out FILE] [--small]. Prints medians and writes JSON; two minutes. Needs
 SmolLM2's weights (`flowinfer models pull smollm2-135m`) but with --small, which only shows that all of it runs.
 
 lease    From the end of prefill until decode may begin, for a prefix of 4,000 tokens in the host's shared arena; the
@@ -47,7 +47,7 @@ from flowinfer.runtime.loading import load_class
 from flowinfer.runtime.worker import Worker
 from flowinfer.stage import Arena
 
-LEASES, TURNS, PREFILLS = 30, 15, 5
+LEASES, TURNS, PREFILLS = 30, 15, 3
 OWNER = "prefill.0"
 WARM_UP = 4  # turns until all memory has been touched
 IDLE_S = 0.001  # the longest wait for one of two workers in a process
@@ -143,15 +143,20 @@ class Pair(Cluster):
         self.taken.clear()
         self.send(one)
         self.finish([one.id])
-        self.until(lambda: not self.engine("decode.0").held, 30)
+        self.until(lambda: not self.engine("decode.0").held)
         return self.taken[0]
 
     def turn(self, count: int = 1) -> None:
         """As a process of its own would, the decoding worker waits for what comes: whoever sends needs the core."""
-        self.workers["front.0"].pump(0)
-        decode = self.workers["decode.0"]
+        decode: Any = self.workers["decode.0"]
+        if not decode.by_name["transfer"].stage.incoming.arrivals:
+            self.workers["front.0"].pump(0)
         patience = decode.patience_s()
         decode.pump(IDLE_S if patience is None else min(IDLE_S, patience))
+
+    def until(self, claim: Any, seconds: float = 600.0) -> None:
+        """A long prefill takes its time."""
+        super().until(claim, seconds)
 
     def forget(self) -> None:
         """What the decoding worker has cached must be pushed again."""
