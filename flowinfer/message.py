@@ -193,28 +193,11 @@ class KVHandle(msgspec.Struct, array_like=True, kw_only=True):
     partial: list[int] = []
 
 
-class LayerRows(msgspec.Struct, array_like=True, kw_only=True):
-    """Output of a model's layers at the `count` tokens before position `end`, as a draft head reads it.
-
-    data: the rows [count, layers * hidden] of dtype, as words of 32 bits.
-    """
-
-    layers: list[int]
-    end: int
-    count: int
-    dtype: str
-    data: Ids
-
-
 class Sequence(Prompt):
-    """A prompt whose KV (all tokens but the last) is computed and can be decoded.
-
-    features: of its last tokens, where a draft head decodes it elsewhere.
-    """
+    """A prompt whose KV (all tokens but the last) is computed and can be decoded."""
 
     kv: KVHandle | None = None
     prompt_logprobs: list[TokenLogprob] = []  # of every token but the first, where the sampling asks for them
-    features: LayerRows | None = None
 
 
 # ------------------------------------------------------------------------------------ what comes out, a step at a time

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from flowinfer.cache.keys import extend_chain
 from flowinfer.cache.policies.eviction import Eviction, make_eviction
@@ -26,7 +25,6 @@ from flowinfer.engine.layout import DTYPE_BYTES, KVLayout
 from flowinfer.engine.models import load_model
 from flowinfer.engine.pool import KVPool
 from flowinfer.engine.prefixes import Prefixes, mode_of
-from flowinfer.engine.prompt_features import PromptFeatures
 from flowinfer.engine.staging import Staging
 from flowinfer.engine.step import Features, Replays, StepInput
 from flowinfer.errors import ModelError
@@ -97,7 +95,6 @@ class Engine:
         self._keeper: object = None
         self.last_step = (0, 0, 0.0)  # tokens, query-key pairs, seconds of the last forward pass
         self.busy_s = 0.0  # of all forward passes that were waited for
-        self.draft_features: tuple[tuple[int, ...], int] = ((), 0)  # layers, and last tokens, that a drafter wants
         self._down: dict[str, list[KVRelease]] = {}  # dead owners, and what their successors must be told
         for request, (lessee, blocks) in arena.quarantined.items():
             self.pool.quarantine(blocks)
@@ -263,15 +260,9 @@ class Engine:
             tables[i, :used] = run.held.blocks[:used]
         tokens = np.concatenate([run.tokens for run in runs])
         replays = _replays(runs)
-        prompts = PromptFeatures.wanted(self.draft_features, counts, self.model.device)
-        features = None if prompts is None else prompts.features
-        logits = self.forward(
-            tokens, counts, kv_lens, tables, rows=rows, phase="prefill", features=features, replays=replays
-        )
+        logits = self.forward(tokens, counts, kv_lens, tables, rows=rows, phase="prefill", replays=replays)
         for run, end in zip(runs, kv_lens.tolist(), strict=True):
             run.held.num_computed = end
-        if prompts is not None:
-            prompts.keep(runs)
         return logits
 
     def forward(
@@ -383,18 +374,6 @@ class Engine:
         with torch.inference_mode():
             for to, of in zip(targets, sources, strict=True):
                 self.kv[to].copy_(self.kv[of])
-
-    def bytes_of(self, block: int) -> NDArray[np.uint8]:
-        """The bytes of a block: on a CPU its memory itself, else a copy."""
-        data: NDArray[np.uint8] = self.kv[block].view(torch.uint8).flatten().cpu().numpy()
-        return data
-
-    def write_block(self, block: int, data: NDArray[np.uint8]) -> None:
-        """Fills a block of ours with bytes as the layout says, by one copy."""
-        if self.kv.device.type == "cpu":
-            self.bytes_of(block)[:] = data
-        else:
-            self.kv[block].view(torch.uint8).flatten().copy_(torch.from_numpy(data.copy()))
 
     def _on_release(self, event: KVRelease) -> None:
         held = self.held.get(event.id)

@@ -18,17 +18,13 @@ _MOST_HEADER = 10 << 20
 
 
 class HeadInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """What the header of a head's file says. block: tokens it drafts.  digest: of the target's weights, or empty.
-
-    window: tokens before a draft that it sees.
-    """
+    """What the header of a head's file says. block: tokens it drafts.  digest: of the target's weights, or empty."""
 
     target: str
     hidden_size: int
     vocab_size: int
     feature_layers: tuple[int, ...]
     block: int
-    window: int = 128
     digest: str = ""
     num_params: int = 0
 

@@ -3,25 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from flowinfer.message import Event, Ids, KVFetch, KVPin, KVRelease, KVUnpin, LeaseQuery, WorkerDown, WorkerUp
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 # What other workers ask of an engine; every stage that has one listens to these and passes them on.
 KV_EVENTS: tuple[type[Event], ...] = (KVRelease, KVPin, KVUnpin, KVFetch, WorkerDown, WorkerUp, LeaseQuery)
 _NOTHING = range(0)
-
-
-@dataclass(frozen=True)
-class LastFeatures:
-    """Output of these layers at the tokens before position `end`: rows [n, layers * H]."""
-
-    layers: tuple[int, ...]
-    end: int
-    rows: Tensor
 
 
 @dataclass
@@ -39,7 +26,6 @@ class HeldKV:
     is read.
     While a prompt is admitted: num_found leading blocks have their entries in place; `spare` are blocks of ours, by
     number, that can take the place of cached ones among them.
-    features: what a draft head here wants to know of the last tokens that were computed.
     """
 
     id: str
@@ -58,7 +44,6 @@ class HeldKV:
     replay: range = _NOTHING
     num_found: int = 0
     spare: dict[int, int] = field(default_factory=dict)
-    features: LastFeatures | None = None
 
     def own_block(self, number: int) -> int:
         """The block of ours that can be written for block `number` of the sequence, while it is admitted."""

@@ -28,15 +28,13 @@ class Replays:
 
 @dataclass(frozen=True, slots=True)
 class Features:
-    """Output of chosen layers for some rows: what a draft head reads. A forward pass fills it in.
+    """Output of chosen layers for the rows of logits: what a draft head reads. A forward pass fills it in.
 
-    layers: from 0, in the order that the reader wants.  rows: int64 [R] on the model's device; None: those of logits.
-    outputs: by layer [R, H] in the model's dtype, the residual stream after that layer and before any final norm; where
-    a model has several streams, their mean.
+    layers: from 0, in the order that the reader wants.  outputs: by layer [R, H] in the model's dtype, the residual
+    stream after that layer and before any final norm; where a model has several streams, their mean.
     """
 
     layers: tuple[int, ...]
-    rows: Tensor | None = None
     outputs: dict[int, Tensor] = field(default_factory=dict)
 
     def joined(self) -> Tensor:
@@ -57,7 +55,7 @@ class StepInput:
     block_tables  int32 [S, max_blocks], host: block ids of the arena, padded with any valid id
     logit_rows    int64 [R] on the model's device: rows of T whose logits are wanted; None skips the head
     replays       None where no sequence replays a part of its prefix
-    features      takes the output of some layers; None: nobody asks
+    features      takes the output of some layers for the same rows; None: nobody asks
     """
 
     tokens: Tensor
@@ -81,15 +79,9 @@ class StepInput:
 
     def wants(self, layer: int) -> bool:
         """Whether somebody asks for the output of this layer."""
-        return self.features is not None and layer in self.features.layers and self.feature_rows is not None
-
-    @property
-    def feature_rows(self) -> Tensor | None:
-        """Rows whose layers' output is wanted."""
-        own = self.features.rows if self.features is not None else None
-        return self.logit_rows if own is None else own
+        return self.features is not None and layer in self.features.layers and self.logit_rows is not None
 
     def give(self, layer: int, x_RH: Tensor) -> None:
-        """The output of a wanted layer, only `feature_rows` of it."""
+        """The output of a wanted layer, rows of logits only."""
         assert self.features is not None, "only what is wanted is given"
         self.features.outputs[layer] = x_RH

@@ -89,12 +89,10 @@ class Prefill(Stage):
         """Loads the model."""
         from flowinfer.engine.engine import Engine
         from flowinfer.engine.lower_tiers import LowerTiers
-        from flowinfer.engine.prompt_features import packed, wanted_elsewhere
         from flowinfer.stages.prefill.policy import PrefillScheduler
         from flowinfer.stages.prefill.scoring import PromptScores
 
         self.engine = Engine.of(self.ctx, self.config.model, self.config.dtype, self.config.weights)
-        self.engine.draft_features = wanted_elsewhere(self.ctx, self.config.model)
         self.lower = LowerTiers.of(self.ctx, self.engine)
         self.scores = PromptScores(self.engine)
         self.scheduler = PrefillScheduler(token_budget=self.config.token_budget)
@@ -106,7 +104,6 @@ class Prefill(Stage):
         self.restoring: set[str] = set()  # requests whose blocks are being read from lower tiers
         self.ready: list[str] = []  # computed, but the worker that was to decode them died
         self.blocked = False
-        self.pack_features = packed
         self.sent: dict[str, str] = {}  # to which worker each sequence went that isn't over
         self.leaving = False  # what isn't computed yet is another worker's
         self.recalling = False  # whoever reads our blocks shall copy them
@@ -324,7 +321,6 @@ class Prefill(Stage):
         if lessee is None:
             self.ready.append(request)
             return
-        last = self.engine.held[request].features if lessee != self.ctx.worker else None  # else read where it lies
         kv = self.engine.lend(request, lessee)
         if self.lower is not None:
             held = self.engine.held[request]
@@ -335,7 +331,7 @@ class Prefill(Stage):
         self._forget(request, sent=True)
         self.sent[request] = lessee
         fields = {name: getattr(prompt, name) for name in Prompt.__struct_fields__}
-        yield Sequence(**fields, kv=kv, prompt_logprobs=scores, features=self.pack_features(last))
+        yield Sequence(**fields, kv=kv, prompt_logprobs=scores)
 
     # ------------------------------------------------------------------------------------- sequences that run already
 

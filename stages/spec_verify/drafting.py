@@ -56,32 +56,12 @@ class Drafting:
         self._landed_at = 0.0  # when the last step did that ran ahead
         batch.drafting = self.max_drafts > 0
         batch.feature_layers = drafter.needs_features if drafter else ()
-        if batch.engine is not None:
-            batch.engine.draft_features = (batch.feature_layers, drafter.window if drafter else 0)
 
     def join(self, slot: int, progress: Progress | None = None) -> None:
         """Takes up the sequence that now runs in this slot. progress: what another worker learned of it."""
         if self.drafter:
             self.drafter.join(slot)
             self.acceptances.join(slot, *((progress.hits, progress.trials) if progress else ()))
-            self._tell_prompt(slot)
-
-    def _tell_prompt(self, slot: int) -> None:
-        """What was seen of its last tokens as they were computed, here or in the worker that it came from."""
-        drafter, engine, prompt = self.drafter, self.batch.engine, self.batch.prompts[slot]
-        if drafter is None or not drafter.needs_features or engine is None or prompt is None:
-            return
-        from flowinfer.engine.prompt_features import unpacked
-
-        held = engine.held[prompt.id]
-        given = held.features or (unpacked(prompt.features, engine.model.device) if prompt.features else None)
-        held.features = prompt.features = None
-        if given is None or given.layers != drafter.needs_features:
-            return
-        rows = given.rows[-drafter.window :]
-        positions = np.arange(given.end - len(rows), given.end, dtype=np.int32)
-        owners = np.full(len(rows), slot, np.int32)
-        drafter.observe(Ran(owners, positions, self.batch.tokens[slot, positions], rows))
 
     def leave(self, slot: int) -> None:
         """Its sequence is gone."""

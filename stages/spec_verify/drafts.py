@@ -72,14 +72,12 @@ class Drafter(Protocol):
     """Guesses next tokens. State by slot starts empty at `join`.
 
     block: tokens that `guess` gives, D.  needs_features: 0-based layers of the target whose output `observe` gets.
-    window: last tokens of a prompt that it wants to observe as well, where they were computed in this worker.
     needs_host: drafts are made by the host from the tokens, so no decode step can start before the host saw the last.
     calibrated: its confidences follow what became of its drafts; else spec-verify sees to that.
     """
 
     block: int
     needs_features: tuple[int, ...]
-    window: int
     needs_host: bool
     calibrated: bool
 
@@ -230,7 +228,6 @@ class NgramDraft:
     MAX_CELLS_LOG2 = 14  # 64 KiB a slot and length; beyond 16k tokens the oldest n-grams are forgotten first
 
     needs_features: tuple[int, ...] = ()
-    window = 0
     needs_host = True
     calibrated = True  # it has none
 

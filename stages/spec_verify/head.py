@@ -1,8 +1,7 @@
 """`draft: head`: a small network that reads the target's layers and drafts its whole block for all sequences at once.
 
-Its context of a sequence (features of the last tokens that the target ran) lies by slot where the model is. Whenever
-the sequence comes to the slot it starts with what this worker computed of the prompt, else empty, and fills with what
-decode runs from then on.
+Its context of a sequence (features of the last tokens that the target ran) lies by slot where the model is, starts
+empty whenever the sequence comes to the slot, and fills with what decode runs from then on: heads are trained for that.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ class HeadDraft:
 
     def __init__(self, head: DraftHead, tokens: Ids, device: torch.device) -> None:
         """tokens: the batch's history, int32 [max_slots, max_tokens], read in place."""
-        self.block, self.needs_features, self.window = head.block, head.feature_layers, head.window
+        self.block, self.needs_features = head.block, head.feature_layers
         self._head, self._tokens, self._device = head, tokens, device
         self._state = head.new_state(len(tokens))
 

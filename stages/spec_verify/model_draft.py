@@ -36,7 +36,6 @@ class ModelDraft:
     """Drafts of the batch whose history is `tokens`; see drafts.Drafter."""
 
     needs_features: tuple[int, ...] = ()
-    window = 0
     needs_host = True
     calibrated = False
 

@@ -48,7 +48,6 @@ class SuffixDraft:
     """Drafts of the batch whose history is `tokens`; see drafts.Drafter."""
 
     needs_features: tuple[int, ...] = ()
-    window = 0
     needs_host = True
     calibrated = False
 

@@ -137,7 +137,7 @@ class Loop:
 class Drawn:
     """Drafts by a toy table of its own, token after token, with the settings and the noise of each request."""
 
-    block, needs_features, window, needs_host, calibrated = 4, (), 0, True, False
+    block, needs_features, needs_host, calibrated = 4, (), True, False
 
     def __init__(self, table: torch.Tensor, batch: Batch) -> None:
         self.table, self.batch = table, batch

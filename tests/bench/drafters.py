@@ -53,7 +53,6 @@ class Cheat:
     """Drafts what each request will say, by its id, with a wrong token now and then."""
 
     needs_features: tuple[int, ...] = ()
-    window = 0
     needs_host = True
     calibrated = False
 

@@ -72,7 +72,7 @@ class Model:
         for index, layer in enumerate(self._layers):
             x_TH = self._block(layer, x_TH, kv, index, plan, rope)
             if step.wants(index):
-                step.give(index, x_TH[step.feature_rows])
+                step.give(index, x_TH[step.logit_rows])
         if step.logit_rows is None:
             return None
         x_RH = F.rms_norm(x_TH[step.logit_rows], (self.config.hidden_size,), self._norm_H, self.config.norm_eps)

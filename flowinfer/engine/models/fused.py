@@ -135,7 +135,7 @@ class FusedModel(Model):
             x, normed = rms_norm(x, layer.input_norm_H, eps, delta=delta)
             qkv = F.linear(normed, *self._qkv[index])
             qk = self._write(qkv, kv, shared, index)
-            if step.logit_rows is None and index == len(self._layers) - 1 and not step.wants(index):
+            if step.logit_rows is None and index == len(self._layers) - 1:
                 return None  # keys and values were all that was wanted: what follows in the last layer serves logits
             x, normed = rms_norm(x, layer.post_norm_H, eps, delta=self._attended(qk, qkv, kv, shared, index))
             ffn = self._ffn[index]
@@ -149,9 +149,8 @@ class FusedModel(Model):
             else:
                 delta = self._dense(normed, ffn)
             if step.wants(index):
-                step.give(index, _at(step.feature_rows, x, delta))
-        if step.logit_rows is None:
-            return None
+                step.give(index, _at(step.logit_rows, x, delta))
+        assert step.logit_rows is not None, "a step without logits has returned from its last layer"
         _, normed = rms_norm(_at(step.logit_rows, x, delta), self._norm_H, eps)
         return self._logits(normed)
 

@@ -126,14 +126,14 @@ class InvariantModel(FusedModel):
         for index, layer in enumerate(self._layers):
             x, normed = rms_norm(x, layer.input_norm_H, eps, delta=delta)
             if step is not None and index and step.wants(index - 1):
-                step.give(index - 1, x[step.feature_rows])
+                step.give(index - 1, x[step.logit_rows])
             qkv = self._product(normed, self._qkv[index])
             norms = layer.qk_norm_D
             qk = rope_write(
                 qkv, kv, index, self.heads, rows.positions, rows.blocks, self._rope_PD, norms, eps
             )  # fmt: skip
             is_last = index == len(self._layers) - 1
-            if is_last and step is not None and step.logit_rows is None and not step.wants(index):
+            if is_last and step is not None and step.logit_rows is None:
                 return None, None
             attended = invariant_attention(qk, kv, index, self.heads, rows.tiling, parts=rows.parts)
             x, normed = rms_norm(x, layer.post_norm_H, eps, delta=self._product(attended, self._out[index]))
@@ -147,7 +147,7 @@ class InvariantModel(FusedModel):
         if step is not None and step.wants(last):
             assert delta is not None, "a layer adds something"
             given, _ = rms_norm(x.clone(), self._norm_H, eps, delta=delta)
-            step.give(last, given[step.feature_rows])
+            step.give(last, given[step.logit_rows])
         return x, delta
 
     def _by_experts(self, normed: Tensor, ffn: StackedExperts, chosen: list[Tensor] | None, *, eager: bool) -> Tensor:

@@ -77,7 +77,7 @@ class V4Model:
         for index, (layer, own) in enumerate(zip(self._layers, sections, strict=True)):
             x = self._block(x, layer, own, plan, step.tokens)
             if step.wants(index):
-                step.give(index, x[step.feature_rows].mean(1))
+                step.give(index, x[step.logit_rows].mean(1))
         if step.logit_rows is None:
             return None
         hyper = self._head_hyper
