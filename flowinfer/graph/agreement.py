@@ -162,11 +162,13 @@ def check_models(graph: Graph) -> None:
     for (a, mine), (b, theirs) in combinations(_loaded(graph), 2):
         if (mine, theirs) in said:
             continue
-        said.add((mine, theirs))
         if (a.name, b.name) in handed and _kv_of(mine) != _kv_of(theirs):
             _report_ends(graph, a, b, mine, theirs)
         elif a.worker == b.worker and a.worker and mine.model == theirs.model and mine != theirs:
             _report_engines(graph, a, b, mine, theirs)
+        else:
+            continue
+        said.add((mine, theirs))
 
 
 def _kv_of(use: ModelUse) -> tuple[str, str, str]:
@@ -207,6 +209,7 @@ def _differ(a: StageNode, b: StageNode, mine: ModelUse, theirs: ModelUse) -> str
 
 
 def _report(graph: Graph, code: str, message: str, a: StageNode, b: StageNode, setting: str) -> None:
-    mark = graph.document.value_mark("stages", b.name, "with", setting)
-    note = (graph.document.value_mark("stages", a.name, "with", setting), f"`{a.name}` is set here")
-    graph.problem(code, message, mark, f"Write the same `{setting}` in both.", [note])
+    mark, other = (
+        s.inherited.get(setting) or graph.document.value_mark("stages", s.name, "with", setting) for s in (b, a)
+    )
+    graph.problem(code, message, mark, f"Write the same `{setting}` in both.", [(other, f"`{a.name}` is set here")])

@@ -46,11 +46,15 @@ def _take(graph: Graph, stage: StageNode, setting: str, giver: StageNode) -> Non
 
 
 def _fill(graph: Graph, stage: StageNode, setting: str) -> None:
-    """Written once, it holds for all stages of its model; where two differ, the check says so."""
+    """Written once, it holds for all stages of its model; where two differ, the check says so.
+
+    Of several that name it, the first behind this stage: what receives for another one has that one's engine.
+    """
     model = _value(stage.config, "model")
     givers = [s for s in graph.stages.values() if _value(s.config, setting) and _value(s.config, "model") == model]
+    behind = [giver for giver in givers if stage.name in graph.ancestors(giver.name)]
     if givers:
-        _take(graph, stage, setting, givers[0])
+        _take(graph, stage, setting, (behind or givers)[0])
 
 
 def _fill_model(graph: Graph, stage: StageNode, givers: list[StageNode]) -> None:

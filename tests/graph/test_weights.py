@@ -159,7 +159,15 @@ def test_ends_of_a_hand_over_must_have_the_same_numbers_but_not_the_same_copies(
     (found,) = prod("stages.decode.with.weights=int4", "stages.prefill.with.weights=int8").problems
     assert found.code == "FI319" and "`weights: int8`" in found.message
     apart = prod("stages.decode.with.weights=int4-only", "stages.prefill.with.weights=int4")
-    assert [p.code for p in apart.problems if p.code == "FI319"] == []
+    assert apart.problems == []
+    packed = {n: s.contract.model.packed for n, s in apart.stages.items() if s.contract and s.contract.model}
+    assert (packed["lookup"], packed["prefill"], packed["transfer"]) == ("int4", "int4", "int4-only")
+
+
+def test_stages_of_one_worker_share_an_engine() -> None:
+    sets = ["stages.decode.with.weights=int4-only", "stages.prefill.with.weights=int4"]
+    (found,) = prod(*sets, "stages.transfer.with.weights=int4").problems
+    assert found.code == "FI408" and "`weights: int4-only`" in found.message
 
 
 def test_weights_that_no_kernel_multiplies_say_what_would_do() -> None:
