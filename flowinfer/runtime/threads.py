@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-# A thread of torch that waits for its peers spins first: a step is hundreds of short products, and waking costs 40 us.
+# A thread of torch that waits for its peers spins first: a step is hundreds of short products, and waking takes time.
 # About 0.5 ms on an AMD EPYC, which spans the Python between two products; the library's own default spins for 6 ms.
 ALONE = {"GOMP_SPINCOUNT": "20000"}
 # With more threads than cores a peer has often lost its core, and spinning keeps it away: two workers of two threads on
