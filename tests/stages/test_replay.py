@@ -17,14 +17,27 @@ Models = Callable[[str], Path]
 Stored = Callable[..., Path]
 
 
+def slow(*values: object) -> Any:
+    """A case that runs on demand."""
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
 @pytest.fixture(autouse=True)
 def restoring(monkeypatch: pytest.MonkeyPatch) -> None:
     """Reading is always worth it, however fast the small model computes."""
     monkeypatch.setattr("flowinfer.engine.store_tier.worth_restoring", lambda *args: True)
 
 
-@pytest.mark.parametrize(("shape", "at"), [("all kinds", 1), ("all kinds", 5), ("two blocks", 6), ("small", 3)])
-@pytest.mark.parametrize("mode", ["exact", "off"])
+@pytest.mark.parametrize(
+    ("shape", "at", "mode"),
+    [
+        ("all kinds", 5, "exact"),
+        ("two blocks", 6, "exact"),
+        ("small", 3, "exact"),
+        ("two blocks", 6, "off"),
+        *(slow(shape, at, mode) for shape in SHAPES for at in (1, 4, 8) for mode in ("exact", "off")),
+    ],
+)
 def test_behind_a_hit_at_any_block_the_answer_is_that_of_a_cold_run(
     models: Models, stored: Stored, shape: str, at: int, mode: str
 ) -> None:
@@ -38,8 +51,15 @@ def test_behind_a_hit_at_any_block_the_answer_is_that_of_a_cold_run(
     running.stop()
 
 
-@pytest.mark.parametrize("mode", ["exact", "bounded", "off"])
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(
+    ("shape", "mode"),
+    [
+        ("all kinds", "exact"),
+        ("two blocks", "bounded"),
+        ("two blocks", "off"),
+        *(slow("small", mode) for mode in ("exact", "bounded", "off")),
+    ],
+)
 def test_at_the_end_of_a_prompt_its_state_was_kept_and_nothing_is_run_again(
     models: Models, stored: Stored, shape: str, mode: str
 ) -> None:
@@ -124,7 +144,7 @@ def test_prompts_whose_logprobs_are_asked_for_never_replay(models: Models, store
     running.stop()
 
 
-@pytest.mark.parametrize("turns", [1, 5, 9])
+@pytest.mark.parametrize("turns", [5, *map(slow, (1, 3, 9))])
 def test_a_cancel_in_the_middle_of_a_replay_frees_all_and_spoils_nothing(
     models: Models, stored: Stored, turns: int
 ) -> None:
@@ -152,7 +172,7 @@ def test_preempted_behind_a_replay_changes_no_token(models: Models, stored: Stor
     running.stop()
 
 
-@pytest.mark.parametrize("budget", [16, 37, 145])
+@pytest.mark.parametrize("budget", [37, *map(slow, (16, 145))])
 def test_a_replay_may_be_cut_anywhere(models: Models, stored: Stored, budget: int) -> None:
     model = models("all kinds")
     running = Watched(model, stored("all kinds"))
@@ -170,15 +190,15 @@ def test_a_chat_that_grows_over_restarts_goes_on_where_it_ended(models: Models, 
     for turn in range(3):
         running = Watched(model, tmp_path)
         answer, logits = running.ask(tokens, 70)
-        same((answer, logits), cold(model, tokens, 70))
         assert running.end.cached_tokens == num_kept
         num_kept = (len(tokens) + len(answer) - 1) // 64 * 64
-        tokens = [*tokens, *answer, *some_tokens(turn, 9)]
+        asked, tokens = tokens, [*tokens, *answer, *some_tokens(turn, 9)]
         running.stop()
+    same((answer, logits), cold(model, asked, 70))
     assert counted("prefix_replay_tokens_total") == before
 
 
-@pytest.mark.parametrize(("at", "budget"), [(5, 96), (8, 128), (6, 40)])
+@pytest.mark.parametrize(("at", "budget"), [(5, 96), slow(8, 128), slow(6, 40)])
 def test_where_bytes_depend_on_nothing_else_exact_is_a_cold_run_bit_for_bit(
     models: Models, tmp_path: Path, at: int, budget: int
 ) -> None:

@@ -37,7 +37,7 @@ def cluster(models: Models, stored: Stored, tmp_path: Path) -> Iterator[Callable
         one.close()
 
 
-@pytest.mark.parametrize("shared", [True, False], ids=["shm", "tcp"])
+@pytest.mark.parametrize("shared", [pytest.param(True, marks=pytest.mark.slow), False], ids=["shm", "tcp"])
 def test_decode_apart_gets_the_window_and_replays_nothing(
     models: Models, stored: Stored, cluster: Callable[..., Cluster], shared: bool
 ) -> None:
