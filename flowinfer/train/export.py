@@ -110,8 +110,13 @@ def main() -> None:
         export(args.run, args.tokenizer, args.out, source="flowinfer.train")
     elif args.head and args.target:
         export_head(args.head, args.target, args.out, source="flowinfer.train")
+    elif not any((args.run, args.tokenizer, args.head, args.target)) and manifest.read(args.out):
+        _checksum(args.out, "flowinfer.train")
     else:
-        parser.error("give --run and --tokenizer for a model, or --head and --target for a draft head")
+        parser.error(
+            "give --run and --tokenizer for a model, or --head and --target for a draft head, "
+            "or --out alone for a folder that has a manifest, to renew that after its card was edited"
+        )
 
 
 if __name__ == "__main__":

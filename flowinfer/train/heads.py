@@ -21,7 +21,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from flowinfer.engine.draft.head import DraftHead
+from flowinfer.engine import hub
+from flowinfer.engine.draft.head import DraftHead, read
+from flowinfer.errors import ModelError
 from flowinfer.train import speculate
 from flowinfer.train.anchors import anchors_of, block_hidden, following
 from flowinfer.train.run import schedule
@@ -29,6 +31,7 @@ from flowinfer.train.targets import Chats, LlamaTarget, MiniTarget, Target, load
 
 SHARP = 0.6
 DECAY = 4.0
+LR, LR_ON = 1.5e-3, 5e-4  # peak rates: from random weights, and from a trained head
 HELD_OUT = 50
 
 
@@ -93,7 +96,7 @@ def train(head: DraftHead, target: Target, chats: Chats, args: argparse.Namespac
         pool = rng.choice(len(chats), args.batch * 8)
         order = pool[np.argsort(chats.lengths[pool], kind="stable")]
         chosen = chats.pick(order.reshape(8, -1)[rng.integers(8)])
-        text_weight = 1.0 if done < 0.25 else 0.1
+        text_weight = 1.0 if done < 0.25 and not args.init else 0.1
         with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
             loss, parts = losses(head, target, chosen, each=args.each, text_weight=text_weight, device=device)
         torch.autograd.backward(loss)
@@ -108,11 +111,24 @@ def train(head: DraftHead, target: Target, chats: Chats, args: argparse.Namespac
     return log
 
 
+def begun(target: Target, path: Path | None) -> DraftHead:
+    """A head for the target: of random weights, or with those of a file. Raises ModelError where its sizes differ."""
+    head = DraftHead(target.config)
+    head.attach(target.embed, target.lm_head)
+    if path is not None:
+        config, tensors = read(path)
+        if msgspec.structs.replace(config, temperatures=(), digest="") != target.config:
+            raise ModelError(f"{path}: a head of other sizes: {config}, not {target.config}.", help="Leave --init out.")
+        head.load_state_dict(tensors)
+    return head
+
+
 def main() -> None:
     """Writes draft.safetensors with calibrated temperatures, and report.json."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--target", choices=["mini", "smollm2"], required=True)
-    parser.add_argument("--model", type=Path, required=True, help="mini: what `run` wrote; smollm2: its folder")
+    parser.add_argument("--model", required=True, help="name or folder; mini: what `run` wrote will do too")
+    parser.add_argument("--init", type=Path, help="a head's file to go on from")
     parser.add_argument("--chats", type=Path, nargs="+", required=True, help="npz files in the target's ids")
     parser.add_argument("--held", type=Path, nargs="*", default=[], help="held-out npz files; none: one chat of 50")
     parser.add_argument("--out", type=Path, required=True)
@@ -121,19 +137,21 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=64, help="chats a step")
     parser.add_argument("--each", type=int, default=48, help="anchors a chat")
     parser.add_argument("--size", type=int, default=384, help="tokens of a chat that are used")
-    parser.add_argument("--lr", type=float, default=1.5e-3)
+    parser.add_argument("--lr", type=float, help=f"peak rate; {LR:g}, with --init {LR_ON:g}")
     parser.add_argument("--every", type=int, default=100)
     parser.add_argument("--measure", type=int, default=3072, help="held-out anchors a temperature")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
+    args.lr = args.lr or (LR_ON if args.init else LR)
     torch.manual_seed(args.seed)
     torch.set_float32_matmul_precision("high")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    folder = hub.resolve(args.model)
     target: Target = (
-        MiniTarget(args.model, device, dtype)
+        MiniTarget(folder, device, dtype)
         if args.target == "mini"
-        else LlamaTarget(args.model, device, dtype, "smollm2-135m")
+        else LlamaTarget(folder, device, dtype, "smollm2-135m")
     )
     chats = load_chats(args.chats, size=args.size, least=8)
     if args.held:
@@ -141,9 +159,7 @@ def main() -> None:
     else:
         is_held = np.arange(len(chats)) % HELD_OUT == 0
         held, chats = chats.pick(is_held), chats.pick(~is_held)
-    head = DraftHead(target.config)
-    head.attach(target.embed, target.lm_head)
-    head.to(device)
+    head = begun(target, args.init).to(device)
     log = train(head, target, chats, args, device)
     head.requires_grad_(False).eval()
     report = speculate.report(head, target, held, anchors=args.measure, device=device, seed=args.seed)

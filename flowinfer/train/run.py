@@ -20,10 +20,13 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import Tensor
 
+from flowinfer.engine import hub
 from flowinfer.engine.models.deepseek_v4.config import V4Config, parse_v4
+from flowinfer.train import checkpoint
 from flowinfer.train.model import TrainableV4
 
 BOS_ID = 0
+LR, LR_ON = 2e-3, 5e-4  # peak rates: from random weights, and from trained ones
 HELD_ROWS = 8  # sequences of held-out text that are measured
 SLIDING, SPARSE, HEAVY = "sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"
 MINI: dict[str, Any] = {
@@ -156,8 +159,13 @@ def compiles(model: TrainableV4, rows: Tensor, context: Any) -> bool:
             block.ffn.gate.load.zero_()
 
 
-def train(args: argparse.Namespace, config: V4Config) -> tuple[TrainableV4, list[dict[str, float]]]:
-    """Runs until steps are done or seconds are over; the schedule follows whichever is nearer its end."""
+def train(
+    args: argparse.Namespace, config: V4Config, weights: dict[str, Tensor] | None = None
+) -> tuple[TrainableV4, list[dict[str, float]]]:
+    """Runs until steps are done or seconds are over; the schedule follows whichever is nearer its end.
+
+    weights: to begin with, of a checkpoint; random ones otherwise.
+    """
     started = time.perf_counter()
     torch.manual_seed(args.seed)
     rng = np.random.default_rng(args.seed)
@@ -166,7 +174,10 @@ def train(args: argparse.Namespace, config: V4Config) -> tuple[TrainableV4, list
     data = np.load(args.data / "train.npz")
     tokens, held = data["tokens"], np.load(args.data / "held_out.npz")["tokens"]
     starts = data["starts"].astype(np.int64)
-    model = TrainableV4(config).to(device).train()
+    model = TrainableV4(config)
+    if weights is not None:
+        model.load_checkpoint(weights)
+    model = model.to(device).train()
     tuner = optimizer(model, args.lr)
 
     def context() -> torch.autocast:
@@ -225,14 +236,23 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=3600.0)
     parser.add_argument("--batch", type=int, default=16, help="sequences a step")
     parser.add_argument("--size", type=int, default=4096, help="tokens a sequence")
-    parser.add_argument("--lr", type=float, default=2e-3)
+    parser.add_argument(
+        "--init", help="weights to go on from: flowinfer-mini, or a folder that `run` or `export` wrote"
+    )
+    parser.add_argument("--lr", type=float, help=f"peak rate; {LR:g}, with --init {LR_ON:g}")
     parser.add_argument("--every", type=int, default=100, help="steps between evaluations")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--compile", action="store_true", help="compile the layers; eager where that fails")
     args = parser.parse_args()
-    model, log = train(args, parse_v4(MINI, eos=None))
+    args.lr = args.lr or (LR_ON if args.init else LR)
+    config, weights = MINI, None
+    if args.init:
+        start = hub.resolve(args.init)
+        checkpoint.check_tokenizer(args.data, start)
+        config, weights = checkpoint.read(start)
+    model, log = train(args, parse_v4(config, eos=None), weights)
     args.out.mkdir(parents=True, exist_ok=True)
-    (args.out / "config.json").write_text(json.dumps(MINI, indent=1))
+    (args.out / "config.json").write_text(json.dumps(config, indent=1))
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
     facts = {**vars(args), "device": device, "torch": torch.__version__, "python": sys.version.split()[0]}
     prepared = args.data / "data.json"

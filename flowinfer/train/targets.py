@@ -5,19 +5,18 @@ Dimensions: B rows, S positions, H hidden, F features, V vocabulary.
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
 import numpy as np
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
 
 from flowinfer.engine.draft.head import HeadConfig
 from flowinfer.engine.models.deepseek_v4.config import parse_v4
 from flowinfer.engine.models.deepseek_v4.quant import dequantize, quantize_fp8
+from flowinfer.train import checkpoint
 from flowinfer.train.llama import Llama
 from flowinfer.train.model import TrainableV4
 from flowinfer.train.prepare import LEFT_OUT, bounds
@@ -39,13 +38,10 @@ class Target(Protocol):
 
 
 class MiniTarget:
-    """flowinfer-mini from the folder that `run` wrote: routed experts rounded to FP8, all else to bfloat16."""
+    """flowinfer-mini as it ships, or from the folder that `run` wrote: then rounded as `export` would."""
 
     def __init__(self, folder: Path, device: str, dtype: torch.dtype) -> None:
-        raw = json.loads((folder / "config.json").read_text())
-        tensors: dict[str, Tensor] = {}
-        for shard in sorted(folder.glob("weights-*.safetensors")):
-            tensors |= load_file(shard)
+        raw, tensors = checkpoint.read(folder)
         self.model = TrainableV4(parse_v4(raw, eos=None))
         self.model.load_checkpoint({name: rounded(name, tensor) for name, tensor in tensors.items()})
         self.model = self.model.to(device).eval().requires_grad_(False)

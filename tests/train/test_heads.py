@@ -121,7 +121,7 @@ def test_a_head_learns_what_its_target_does(chats: Chats) -> None:
     target = Copycat()
     head = made(target)
     before = speculate.report(head, target, chats, anchors=96, device="cpu", seed=0)
-    args = argparse.Namespace(seed=0, lr=1e-2, seconds=1e9, steps=60, batch=8, each=8, every=30)
+    args = argparse.Namespace(seed=0, lr=1e-2, seconds=1e9, steps=60, batch=8, each=8, every=30, init=None)
     heads.train(head, target, chats, args, "cpu")
     after = speculate.report(head.eval(), target, chats, anchors=96, device="cpu", seed=0)
     greedy = [each["acceptance"]["greedy"]["all"]["accepted"] for each in (before, after)]
