@@ -9,8 +9,8 @@ import pytest
 import torch
 from decode_loop import Service, prompt
 
-from flowinfer.engine import hub
-from flowinfer.engine.sources import BUNDLED
+from flowinfer.engine import heads, hub, manifest
+from flowinfer.engine.sources import BUNDLED, HEADS
 from flowinfer.errors import ModelError
 from flowinfer.stages.recipe_tokenize.told import told_by
 from flowinfer.text.deepseek import DeepSeekRecipe
@@ -42,6 +42,24 @@ def test_it_is_there_whole_and_small() -> None:
     info = hub.describe(folder)
     assert 12e6 < info.num_params < 20e6
     assert info.layout().block_tokens == 128
+
+
+def test_with_its_draft_head_it_stays_small() -> None:
+    folders = hub.resolve(NAME), HEADS[NAME].parent
+    assert sum(path.stat().st_size for folder in folders for path in folder.iterdir()) <= MOST_BYTES
+
+
+@pytest.mark.parametrize("folder", [*BUNDLED.values(), *(head.parent for head in HEADS.values())], ids=lambda f: f.name)
+def test_what_ships_is_what_its_manifest_says(folder: Path) -> None:
+    assert manifest.matches(folder)
+    found = manifest.read(folder)
+    assert found is not None
+    assert set(found["files"]) == {path.name for path in folder.iterdir()} - {manifest.NAME}
+    assert all(entry["size"] == (folder / name).stat().st_size for name, entry in found["files"].items())
+
+
+def test_its_head_was_trained_for_these_weights() -> None:
+    assert heads.read(HEADS[NAME]).digest == manifest.digest(hub.resolve(NAME))
 
 
 def test_a_damaged_copy_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
