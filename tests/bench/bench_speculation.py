@@ -6,6 +6,10 @@ in another order. Every way keeps what it learned from round to round, as a serv
 step that gave every stream a token to the first end. Intervals are 95 %, of the rounds' ratios (Student's t on
 logarithms).
 
+Kinds that begin with `own` are prompts of the templates that flowinfer-mini was trained on, from another seed. The
+calibration error is that of the product of confidences up to each place, as the schedule believes them, in the text
+that the model writes itself.
+
 `--json FILE` writes all figures; `--quick` is a run of a minute that shows only that it works.
 """
 
@@ -16,6 +20,7 @@ import datetime
 import itertools
 import json
 import math
+import random
 import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
@@ -33,6 +38,8 @@ from flowinfer.message import Ids
 from flowinfer.stages.spec_verify.drafting import Drafting
 from flowinfer.stages.spec_verify.sources import make_drafter
 from flowinfer.text.tokenizer import load_tokenizer
+from flowinfer.train.prepare import templates
+from flowinfer.train.speculate import KINDS, calibration_error
 
 PROMPTS = {
     "chat": (
@@ -73,6 +80,17 @@ PROMPTS = {
     ),
 }
 DRAFTERS = ("head", "ngram", "suffix")
+OWN = "own "
+OWN_KINDS = [OWN + kind for kind in (*KINDS.values(), "mix")]
+
+
+def own_prompts(count: int = 1000, seed: int = 4711) -> dict[str, tuple[str, ...]]:
+    """By kind, and all as they were mixed; training drew other numbers, but short ones may have come there too."""
+    found: dict[str, dict[str, None]] = {kind: {} for kind in OWN_KINDS}
+    for chat in templates(count, random.Random(seed)):
+        found[OWN + KINDS[chat.kind]][chat.user] = None
+        found[f"{OWN}mix"][chat.user] = None
+    return {kind: tuple(texts) for kind, texts in found.items()}
 
 
 @dataclass(frozen=True)
@@ -80,6 +98,7 @@ class Acceptance:
     """held[j]: share of the verified drafts at place j that held. accepted: of the drafts of a verified block, mean.
 
     drafted: share of a sequence's steps that verified any. per_step: accepted drafts of any step, mean.
+    error[j]: calibration error of the product of confidences up to place j; none where the drafter gives none.
     """
 
     drafter: str
@@ -90,6 +109,7 @@ class Acceptance:
     drafted: float
     per_step: float
     num_tokens: int
+    error: list[float] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -123,6 +143,7 @@ class Tally:
     def __init__(self) -> None:
         self.places = np.zeros((2, 8))
         self.num_blocks = 0
+        self._judged: list[tuple[Any, Ids, Ids]] = []
 
     def count(self, num_drafts: Ids, accepted: Ids) -> None:
         self.num_blocks += int(np.count_nonzero(num_drafts))
@@ -130,7 +151,20 @@ class Tally:
             self.places[row] += (np.arange(8) < numbers[:, None]).sum(0)
 
     def calibrate(self, confidences: Any, hits: Ids, trials: Ids) -> None:
-        """Confidences are shown by a service's metrics."""
+        """confidences [n, D] and how many drafts came true, of those that were put to the test."""
+        self._judged.append((confidences.copy(), hits.copy(), trials.copy()))
+
+    def errors(self) -> list[float]:
+        """Of the product of confidences up to each place, over all whose fate is known."""
+        if not self._judged:
+            return []
+        confidences, hits, trials = (np.concatenate(parts) for parts in zip(*self._judged, strict=True))
+        products, failed = np.cumprod(confidences, 1), trials > hits
+        found = []
+        for place in range(confidences.shape[1]):
+            known = failed | (hits > place)
+            found.append(calibration_error(products[known, place].astype(np.float64), (hits > place)[known] * 1.0))
+        return found
 
 
 class Bench:
@@ -152,6 +186,7 @@ class Bench:
         )
         self.verify: Any = self.service.group.by_name["verify"].stage
         self.known: dict[str, Drafting] = {}
+        self.texts = PROMPTS | own_prompts()
 
     def use(self, draft: str, schedule: str = "fixed", tokens: int = 5, fresh: bool = False) -> None:
         """Drafts this way from now on."""
@@ -170,7 +205,7 @@ class Bench:
         """So many of these kinds in turn, from number `first` on; those that come again begin with other words."""
         found = []
         for i in range(first, first + count):
-            texts = PROMPTS[kinds[i % len(kinds)]]
+            texts = self.texts[kinds[i % len(kinds)]]
             again, number = divmod(i // len(kinds), len(texts))
             text = texts[number] if not again else f"({again + 1}) {texts[number]}"
             segments = self.tokenizer.render([{"role": "user", "content": text}])
@@ -204,6 +239,7 @@ class Bench:
             blocks / max(1, steps),
             accepted / max(1, steps),
             tokens,
+            tally.errors(),
         )
 
     # --------------------------------------------------------------------------------------------------------- speed
@@ -263,11 +299,14 @@ def _name(drafter: str, schedule: str) -> str:
 
 
 def acceptance_table(rows: Sequence[Acceptance]) -> Iterator[str]:
-    yield "| drafter | prompts | temperature | accepted of a draft | a step | held at place 1, 2, ... |"
-    yield "|---|---|---|---|---|---|"
+    names = "accepted of a draft | a step | held at place 1, 2, ... | error of confidence"
+    yield f"| drafter | prompts | temperature | {names} |"
+    yield "|---|---|---|---|---|---|---|"
     for row in rows:
         held = " ".join(f"{share:.2f}" for share in row.held if share)
-        yield f"| {row.drafter} | {row.kind} | {row.temperature:g} | {row.accepted:.2f} | {row.per_step:.2f} | {held} |"
+        error = " ".join(f"{each:.2f}" for each in row.error)
+        figures = f"{row.temperature:g} | {row.accepted:.2f} | {row.per_step:.2f} | {held} | {error}"
+        yield f"| {row.drafter} | {row.kind} | {figures} |"
 
 
 def speed_table(rows: Sequence[Speed]) -> Iterator[str]:
@@ -302,7 +341,12 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--drafters", type=split(str), default=list(DRAFTERS))
-    parser.add_argument("--kinds", type=split(str), default=list(PROMPTS), help="of prompts, in the speed runs in turn")
+    parser.add_argument(
+        "--kinds",
+        type=split(str),
+        default=list(PROMPTS),
+        help=f"of prompts, in the speed runs in turn; also {', '.join(OWN_KINDS)}",
+    )
     parser.add_argument("--temperatures", type=split(float), default=[0.0, 0.7], help="speed is taken at the last")
     parser.add_argument("--prompts", type=int, default=20, help="of each kind, for acceptance")
     parser.add_argument("--answer", type=int, default=128, help="longest answer, for acceptance")
