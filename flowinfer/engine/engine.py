@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from flowinfer.cache.keys import extend_chain
 from flowinfer.cache.policies.eviction import Eviction, make_eviction
@@ -375,18 +374,6 @@ class Engine:
         with torch.inference_mode():
             for to, of in zip(targets, sources, strict=True):
                 self.kv[to].copy_(self.kv[of])
-
-    def bytes_of(self, block: int) -> NDArray[np.uint8]:
-        """The bytes of a block: on a CPU its memory itself, else a copy."""
-        data: NDArray[np.uint8] = self.kv[block].view(torch.uint8).flatten().cpu().numpy()
-        return data
-
-    def write_block(self, block: int, data: NDArray[np.uint8]) -> None:
-        """Fills a block of ours with bytes as the layout says, by one copy."""
-        if self.kv.device.type == "cpu":
-            self.bytes_of(block)[:] = data
-        else:
-            self.kv[block].view(torch.uint8).flatten().copy_(torch.from_numpy(data.copy()))
 
     def _on_release(self, event: KVRelease) -> None:
         held = self.held.get(event.id)

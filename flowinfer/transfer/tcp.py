@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from flowinfer.message import KVData, KVPushed
 from flowinfer.transfer.check import check_of
+from flowinfer.transfer.memory import PoolMemory
 from flowinfer.transfer.transport import DamagedBlock, Push, Stopped, Written
 
 if TYPE_CHECKING:
@@ -23,13 +24,15 @@ class TcpSender:
     pending = False
 
     def __init__(self, engine: Engine) -> None:
-        self.engine = engine
+        self.engine, self.memory = engine, PoolMemory(engine.kv)
+        self.layout = engine.layout.digest
 
     def push(self, push: Push, first: int, sources: Sequence[int], *, last: bool) -> None:
-        layout = self.engine.layout.digest
         for index, block in enumerate(sources, first):
-            data = self.engine.bytes_of(block)
-            frame = KVData(id=push.id, ticket=push.ticket, index=index, layout=layout, data=data, check=check_of(data))
+            data = self.memory.read(block)
+            frame = KVData(
+                id=push.id, ticket=push.ticket, index=index, layout=self.layout, data=data, check=check_of(data)
+            )
             self.engine.ctx.send(frame, to=push.to)
 
     def progress(self) -> Sequence[Written | Stopped]:
@@ -51,17 +54,18 @@ class TcpReceiver:
     is_written_to = False
 
     def __init__(self, engine: Engine) -> None:
-        self.engine = engine
+        self.memory = PoolMemory(engine.kv)
+        self.layout, self.block_bytes = engine.layout.digest, engine.layout.block_bytes
 
     def address(self) -> bytes:
         return b""
 
     def land(self, arrived: KVData | KVPushed, targets: Sequence[int]) -> Sequence[int]:
         assert isinstance(arrived, KVData), "frames bring their bytes"
-        data, layout = arrived.data, self.engine.layout
-        if arrived.layout != layout.digest or len(data) != layout.block_bytes or check_of(data) != arrived.check:
+        data = arrived.data
+        if arrived.layout != self.layout or len(data) != self.block_bytes or check_of(data) != arrived.check:
             raise DamagedBlock(f"block {arrived.index} of request {arrived.id} isn't what was sent")
-        self.engine.write_block(targets[arrived.index], data)
+        self.memory.write(targets[arrived.index], data)
         return (arrived.index,)
 
     def close(self) -> None:
