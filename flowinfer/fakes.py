@@ -98,6 +98,9 @@ class FakeContext:
     def settings_of(self, kind: str) -> list[dict[str, Any]]:
         return []
 
+    def still_closing(self, doing: str, since: float) -> bool:
+        return False  # a test waits for nothing
+
     def arena(self, layout: KVLayout) -> Arena:
         raise FlowInferError("a fake context has no KV memory.", help="Test the stage in a LocalService.")
 
