@@ -91,6 +91,11 @@ class StepCosts:
         """Whether steps without drafts were seen."""
         return len(self._newest) >= ENOUGH
 
+    def knows(self, rows: int) -> bool:
+        """Whether steps over so many rows, or more, were seen."""
+        size = self._bucket(rows)
+        return any(known >= size and len(seen) >= ENOUGH for known, seen in self._ratios.items())
+
     def observe(self, rows: int, seconds: float, context: float = 0.0, *, plain: bool = False) -> None:
         """A step over so many rows took so long. What can't be a time says nothing."""
         if rows <= 0 or not 0 < seconds < 1e3:

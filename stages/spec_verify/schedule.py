@@ -32,6 +32,7 @@ VAIN = 0.01  # share of the time that looks in vain may take, as far as LONGEST_
 CHEAP = 0.02  # share of a step that drafting may take to be done always: a look-up's
 LONGEST_WAIT = 32  # steps from look to look while drafting doesn't pay
 MEMORY = 0.8  # of the running mean of what drafting gains
+HOPE = 0.75  # of the best tokens a second, from which on all drafts are worth trying until it's known what they take
 DOUBT = 1.25  # gain below which it is less sure that drafts pay
 # Steps with drafts from one without to the next, which shows what those take: 5 soon, then at most 1 % of the time.
 UNKNOWN_EVERY, DOUBT_EVERY, SURE_EVERY = 8, 32, 128
@@ -103,6 +104,8 @@ class ConfidenceLength:
         self._drafted = self._drafted + 1 if wanted else 0
         if self._drafted > self._patience:
             self._drafted = wanted = 0
+        elif self._drafted % UNKNOWN_EVERY == UNKNOWN_EVERY - 1 and self._might_pay(per_second, num):
+            wanted = len(per_second) - 1
         return split(chances, wanted)
 
     def timed(self, num_rows: int, seconds: float, context: float = 0.0, *, plain: bool = False) -> None:
@@ -113,6 +116,16 @@ class ConfidenceLength:
     def drafted(self, num_sequences: int, seconds: float) -> None:
         """Drafting for so many sequences took so long."""
         self.costs.observe_draft(num_sequences, seconds)
+
+    def _might_pay(self, per_second: F64, num_sequences: int) -> bool:
+        """Whether all drafts together are near enough to the best to be tried, and nobody knows what they take.
+
+        That is a look at the newest confidences, which causal budgets may not take.
+        """
+        if self.budget != "newest":
+            return False
+        known = self.costs.knows(num_sequences + len(per_second) - 1)
+        return not known and bool(per_second[-1] >= HOPE * per_second.max())
 
     @property
     def _patience(self) -> int:

@@ -227,6 +227,23 @@ def test_a_table_whose_rows_are_too_dear_is_found_out() -> None:
     assert (schedule.choose(np.full((8, 5), 0.85), np.full(8, 5)) == 5).all()
 
 
+def test_rows_that_cost_less_the_more_there_are_are_found() -> None:
+    """As with experts: eight more rows touch most of them, and forty hardly any more."""
+    schedule = ConfidenceLength(StepCosts(linear_table(0.02, 0.0003)))
+    lengths = np.zeros(8, np.int64)
+    for _ in range(200):
+        lengths = schedule.choose(np.full((8, 5), 0.3), np.full(8, 5))
+        rows = 8 + int(lengths.sum())
+        schedule.timed(rows, 0.026 if rows == 8 else 0.029, plain=rows == 8)
+    assert (lengths == 5).all()
+
+
+def test_dear_rows_are_not_tried_for_what_they_take() -> None:
+    schedule = ConfidenceLength(StepCosts(linear_table(0.02, 0.01)))
+    for _ in range(100):
+        assert schedule.choose(np.full((8, 5), 0.3), np.full(8, 5)).sum() < 40
+
+
 def test_plain_steps_that_are_cheaper_than_their_rows_say_are_found() -> None:
     """As on a GPU, where only they are captured graphs."""
     _, later = plain_steps(8, 0.6, 0.02, 0.2)
