@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from flowinfer.engine.engine import Engine
     from flowinfer.stages.spec_verify.stage import SpecVerify
 
-ON_GPU = "with drafts each decode step waits for the host: steps don't overlap, as they do with `draft: none`."
+ON_GPU = "a decode step with drafts waits for the host: such steps don't overlap, as they do with `draft: none`."
 
 
 def fits(config: SpecVerify.Config) -> tuple[Fit, ...]:
