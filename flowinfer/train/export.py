@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -65,10 +66,11 @@ def export(run: Path, tokenizer: Path, out: Path, *, source: str) -> None:
     _checksum(out, source)
 
 
-def export_head(trained: Path, target: Path, out: Path, *, source: str) -> None:
+def export_head(trained: Path, target: Path, out: Path, *, source: str, own: Sequence[Path] = ()) -> None:
     """A head's folder: draft.safetensors, which names its target's weights by digest, training.json, a manifest.
 
-    target is the folder of the model that the head was trained for. A README.md is written where there is none.
+    target is the folder of the model that the head was trained for. A README.md is written where there is none, and
+    anew where there is something to add: what bench_speculation --json wrote of the head in the model's `own` text.
     """
     out.mkdir(parents=True, exist_ok=True)
     config, tensors = read(trained / "draft.safetensors")
@@ -77,9 +79,9 @@ def export_head(trained: Path, target: Path, out: Path, *, source: str) -> None:
     save_file(tensors, out / "draft.safetensors", metadata=metadata)
     report = json.loads((trained / "report.json").read_text())
     _write(out / "training.json", report)
-    if not (out / "README.md").exists():
-        size = (out / "draft.safetensors").stat().st_size
-        (out / "README.md").write_text(cards.head(config, report, size), encoding="utf-8")
+    if own or not (out / "README.md").exists():
+        size, measured = (out / "draft.safetensors").stat().st_size, [json.loads(path.read_text()) for path in own]
+        (out / "README.md").write_text(cards.head(config, report, size, measured), encoding="utf-8")
     _checksum(out, source)
 
 
@@ -104,12 +106,13 @@ def main() -> None:
     parser.add_argument("--tokenizer", type=Path, help="a model: tokenizer.json that `prepare` wrote or kept")
     parser.add_argument("--head", type=Path, help="a draft head: the folder that `heads` wrote")
     parser.add_argument("--target", type=Path, help="a draft head: the folder of its model, exported")
+    parser.add_argument("--own", type=Path, nargs="*", default=[], help="a draft head: bench_speculation's JSON")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
     if args.run and args.tokenizer:
         export(args.run, args.tokenizer, args.out, source="flowinfer.train")
     elif args.head and args.target:
-        export_head(args.head, args.target, args.out, source="flowinfer.train")
+        export_head(args.head, args.target, args.out, source="flowinfer.train", own=args.own)
     elif not any((args.run, args.tokenizer, args.head, args.target)) and manifest.read(args.out):
         _checksum(args.out, "flowinfer.train")
     else:

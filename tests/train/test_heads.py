@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from flowinfer.engine import manifest
 from flowinfer.engine.draft import DraftHead, HeadConfig
 from flowinfer.engine.draft.head import read
-from flowinfer.train import export, heads, speculate
+from flowinfer.train import cards, export, heads, speculate
 from flowinfer.train.anchors import anchors_of, block_hidden
 from flowinfer.train.targets import Chats, load_chats
 
@@ -177,3 +177,12 @@ def test_a_card_shows_what_was_measured(chats: Chats, tmp_path: Path) -> None:
     config, tensors = read(tmp_path / "out" / "draft.safetensors")
     assert config.digest == manifest.digest(tmp_path / "model")
     assert set(tensors) == set(head.state_dict())
+
+
+def test_a_card_tells_of_the_models_own_text() -> None:
+    row = {"drafter": "head", "kind": "own mix", "temperature": 0.7, "held": [0.8, 0.4, 0, 0, 0], "accepted": 1.2,
+           "error": [0.04, 0.08, 0, 0], "num_tokens": 1234}  # fmt: skip
+    bench = {"model": "tiny", "dtype": "float32", "machine": "Chip, 2 cores", "settings": {"answer": "64"}}
+    card = cards.own_text([bench | {"acceptance": [row, row | {"drafter": "ngram"}]}])
+    assert "| own mix | 0.7 | 1.20 | 0.80, 0.50, 0.00, none | 0.04, 0.08, 0.00, 0.00 | 1,234 |" in card
+    assert card.count("own mix") == 1 and cards.own_text([]) == ""
