@@ -27,7 +27,7 @@ class Arrival:
     """One request whose blocks are under way. missing: indices of those that aren't here. sequence: once it has come.
 
     first: blocks before were here.  began: by the clock, when it was asked for.  ways: those that may still be tried.
-    is_damaged: a block came that isn't what was sent; nobody waits for it any more.
+    is_damaged: a block came that isn't what was sent; nobody waits for it any more.  is_stopped: no more will come.
     """
 
     id: str
@@ -43,6 +43,7 @@ class Arrival:
     missing: set[int] = field(default_factory=set)
     sequence: Sequence | None = None
     is_damaged: bool = False
+    is_stopped: bool = False
 
     @property
     def num_leading(self) -> int:
@@ -123,7 +124,7 @@ class Incoming:
     def _ask(self, arrival: Arrival) -> None:
         ctx = self.engine.ctx
         self._tickets += 1
-        arrival.ticket, arrival.began = self._tickets, ctx.clock.now()
+        arrival.ticket, arrival.began, arrival.is_stopped = self._tickets, ctx.clock.now(), False
         if not arrival.missing:
             return
         fetch = KVFetch(
@@ -160,13 +161,14 @@ class Incoming:
         arrival = self.arrivals.get(event.id)
         if arrival is None or arrival.ticket != event.ticket:
             return None
+        arrival.is_stopped = True
         if event.reason and arrival.ways:  # another way may do
             arrival.way = arrival.ways.pop(0)
             self._ask(arrival)
             return None
         if arrival.sequence is not None:
             return arrival
-        self._free(arrival, is_safe=True)
+        self._free(arrival)
         return None
 
     def complete(self, arrival: Arrival) -> Sequence:
@@ -192,7 +194,7 @@ class Incoming:
         sequence, keep = arrival.sequence, arrival.num_leading
         del self.arrivals[arrival.id]
         held = self.engine.held[arrival.id]
-        self._free_blocks(arrival, arrival.blocks[keep:], is_safe=owner_is_dead)
+        self._free_blocks(arrival, arrival.blocks[keep:])
         held.blocks = arrival.blocks[:keep]
         self.engine.prefixes.cut(held, keep)
         if owner_is_dead:
@@ -204,7 +206,7 @@ class Incoming:
     def drop(self, request: str) -> None:
         """Nobody wants the request any more; its owner learns it if it waits for our word."""
         if (arrival := self.arrivals.get(request)) is not None:
-            self._free(arrival, is_safe=False)
+            self._free(arrival)
 
     def lost(self, owner: str, generation: int) -> list[Arrival]:
         """A worker died: frees what was to come from it, and returns the transfers that sequences wait for."""
@@ -212,8 +214,9 @@ class Incoming:
             self.engine.pool.release(self._unsafe.pop(ticket)[1])
         gone = [a for a in self.arrivals.values() if a.owner == owner and a.generation <= generation]
         for arrival in gone:
+            arrival.is_stopped = True
             if arrival.sequence is None:
-                self._free(arrival, is_safe=True)
+                self._free(arrival)
         return [arrival for arrival in gone if arrival.sequence is not None]
 
     def close(self) -> None:
@@ -221,16 +224,16 @@ class Incoming:
         for receiver in self._receivers.values():
             receiver.close()
 
-    def _free(self, arrival: Arrival, *, is_safe: bool) -> None:
+    def _free(self, arrival: Arrival) -> None:
         del self.arrivals[arrival.id]
         held = self.engine.held[arrival.id]
         held.blocks = []
-        self._free_blocks(arrival, arrival.blocks, is_safe=is_safe)
+        self._free_blocks(arrival, arrival.blocks)
         self.engine.release(arrival.id)
 
-    def _free_blocks(self, arrival: Arrival, blocks: list[int], *, is_safe: bool) -> None:
+    def _free_blocks(self, arrival: Arrival, blocks: list[int]) -> None:
         """Blocks that the owner may still write into stay out of use until it says that it has stopped."""
-        if is_safe or not arrival.missing or not self.receiver(arrival.way).is_written_to:
+        if arrival.is_stopped or not arrival.missing or not self.receiver(arrival.way).is_written_to:
             self.engine.pool.release(blocks)
         else:
             self._unsafe[arrival.ticket] = (arrival.owner, blocks)

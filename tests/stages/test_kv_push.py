@@ -501,6 +501,23 @@ def test_blocks_that_may_still_be_written_stay_out_of_use_until_the_owner_has_st
 
 
 @pytest.mark.usefixtures("memory")
+def test_when_no_way_works_the_sequence_is_computed_and_no_block_is_kept_for_it(
+    start: Any, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def progress(self: Memory) -> Sequence[Written | Stopped]:
+        tickets = dict.fromkeys(ticket for ticket, *_ in self.queue)
+        self.queue.clear()
+        return [Stopped(ticket, "the link is broken") for ticket in tickets]
+
+    monkeypatch.setattr(Memory, "progress", progress)
+    cluster = start()
+    wanted = prompts("r")
+    cluster.send(*wanted)
+    assert list(cluster.finish(one.id for one in wanted).values()) == expected
+    cluster.until(lambda: is_clean(cluster), 5)
+
+
+@pytest.mark.usefixtures("memory")
 def test_blocks_that_a_dead_owner_may_have_been_writing_are_free(start: Any) -> None:
     cluster = start()
     taker = cluster.engine("decode.0")
