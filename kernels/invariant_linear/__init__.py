@@ -16,9 +16,12 @@ __all__ = ["WIDE_ROWS", "invariant_linear", "invariant_linear_reference"]
 WIDE_ROWS = 512  # rows from which wide tiles pay
 
 
-def invariant_linear(x_MI: Tensor, weight_OI: Tensor, *, bias_O: Tensor | None = None, wide: bool = False) -> Tensor:
+def invariant_linear(
+    x_MI: Tensor, weight_OI: Tensor, *, bias_O: Tensor | None = None, gated: bool = False, wide: bool = False
+) -> Tensor:
     """[M, O] of x [M, I] and weight [O, I], contiguous and of one floating dtype; sums are float32.
 
+    gated: the first half of the weight's rows is the gate, and the result is silu(gate) * up, [M, O / 2].
     wide: tiles for many rows. Whether those give the same bytes depends on the card: `same_when_wide` finds out.
     Raises KernelUnsupported for other shapes or dtypes.
     """
@@ -31,7 +34,9 @@ def invariant_linear(x_MI: Tensor, weight_OI: Tensor, *, bias_O: Tensor | None =
         )
     if not (x_MI.is_contiguous() and weight_OI.is_contiguous()):
         raise KernelUnsupported("invariant_linear needs contiguous rows.")
-    out = x_MI.new_empty(x_MI.shape[0], weight_OI.shape[0])
+    if gated and bias_O is not None:
+        raise KernelUnsupported("invariant_linear gates products without a bias.", help="Use silu_mul behind it.")
+    out = x_MI.new_empty(x_MI.shape[0], weight_OI.shape[0] // (2 if gated else 1))
     if out.numel():
-        launch(x_MI, weight_OI, bias_O, wide, out)
+        launch(x_MI, weight_OI, bias_O, wide, out, gated=gated)
     return out

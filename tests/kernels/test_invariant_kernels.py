@@ -43,6 +43,10 @@ def test_products_are_right(rows: int, size_in: int, size_out: int, dtype: torch
     for wide in (False, True):
         got = invariant_linear(x, weight, bias_O=bias, wide=wide).double()
         assert (got - want).norm() < (2e-5 if dtype is torch.float32 else 2e-2) * want.norm()
+    if size_out % 2 == 0:
+        want = invariant_linear_reference(x.double(), weight.double(), gated=True)
+        got = invariant_linear(x, weight, gated=True).double()
+        assert (got - want).norm() < (2e-5 if dtype is torch.float32 else 2e-2) * want.norm()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -56,6 +60,8 @@ def test_a_row_is_the_same_alone_and_among_others(dtype: torch.dtype) -> None:
 def test_products_refuse_what_does_not_fit() -> None:
     with pytest.raises(KernelUnsupported, match="bfloat16"):
         invariant_linear(random(2, 16), random(16, 16, dtype=torch.bfloat16))
+    with pytest.raises(KernelUnsupported, match="without a bias"):
+        invariant_linear(random(2, 16), random(16, 16), bias_O=random(16), gated=True)
     with pytest.raises(KernelUnsupported, match="contiguous"):
         invariant_linear(random(16, 2).t(), random(8, 16))
 
@@ -138,7 +144,7 @@ def test_a_token_decoded_has_the_bytes_of_a_token_prefilled(
     monkeypatch.setattr(loading, "_can_fuse", lambda device, dtype: True)
     if DEVICE == "cpu":  # each program costs a millisecond here
         monkeypatch.setattr(fused_invariant, "_CASES", ((0, 1), (60, 16)))
-        monkeypatch.setattr(fused_invariant, "same_when_wide", lambda weight: False)
+        monkeypatch.setattr(fused_invariant, "same_when_wide", lambda weight, gated: False)
     monkeypatch.setattr(Invariance, "linear", lambda self, weight, bias=None: Linear(weight, bias))
     (tmp_path / "config.json").write_text(json.dumps(SMALL | SHAPES[name] | {"architectures": [name]}))
     model: Any = load_model(tmp_path, dtype="float32", device=DEVICE, batch_invariant=True)

@@ -57,15 +57,18 @@ class InvariantModel(FusedModel):
     def keep_invariant(self, invariance: Invariance) -> None:
         """Tries wide tiles, and a row alone against the row among others. Raises ModelError where they differ."""
         self.invariance = invariance
-        weights = [*self._qkv[:1], *self._out[:1], Weight(self.head_VH, None)]
-        weights += [weight for ffn in self._ffn[:1] if not isinstance(ffn, StackedExperts) for weight in ffn]
-        for weight, _ in weights:
+        weights = [(weight, False) for weight, _ in (*self._qkv[:1], *self._out[:1], (self.head_VH, None))]
+        for ffn in self._ffn[:1]:
+            if not isinstance(ffn, StackedExperts):
+                gate_up, down = ffn
+                weights += [(gate_up.weight, gate_up.bias is None), (down.weight, False)]
+        for weight, gated in weights:
             if not _rows_alike(weight):
                 raise ModelError(
                     f"batch_invariant: products of {list(weight.shape)} differ by the rows beside them on this card.",
                     help="Leave batch_invariant out.",
                 )
-            if same_when_wide(weight):
+            if same_when_wide(weight, gated=gated):
                 self.wide.add(tuple(weight.shape))
 
     def decode(
@@ -142,7 +145,7 @@ class InvariantModel(FusedModel):
                 delta = self._by_experts(normed, ffn, chosen, eager=step is not None)
             else:
                 gate_up, down = ffn
-                delta = self._product(silu_mul(self._product(normed, gate_up)), down)
+                delta = self._product(self._gated(normed, gate_up), down)
         last = len(self._layers) - 1
         if step is not None and step.wants(last):
             assert delta is not None, "a layer adds something"
@@ -167,15 +170,19 @@ class InvariantModel(FusedModel):
             weighted(gated, ffn.down_EHI, routing, fixed=True, out=out[first * top : (first + MOST_ROWS) * top])
         return out
 
-    def _product(self, x: Tensor, weight: Weight) -> Tensor:
+    def _product(self, x: Tensor, weight: Weight, *, gated: bool = False) -> Tensor:
         wide = x.shape[0] >= WIDE_ROWS and tuple(weight.weight.shape) in self.wide
-        return invariant_linear(x.contiguous(), weight.weight, bias_O=weight.bias, wide=wide)
+        return invariant_linear(x.contiguous(), weight.weight, bias_O=weight.bias, gated=gated, wide=wide)
+
+    def _gated(self, x: Tensor, gate_up: Weight) -> Tensor:
+        return self._product(x, gate_up, gated=True) if gate_up.bias is None else silu_mul(self._product(x, gate_up))
 
 
-def same_when_wide(weight_OI: Tensor) -> bool:
+def same_when_wide(weight_OI: Tensor, *, gated: bool = False) -> bool:
     """Whether wide tiles give the bytes of narrow ones for this weight, on this card."""
     x = _rows(256, weight_OI)
-    return torch.equal(invariant_linear(x, weight_OI), invariant_linear(x, weight_OI, wide=True))
+    narrow, wide = (invariant_linear(x, weight_OI, gated=gated, wide=wide) for wide in (False, True))
+    return torch.equal(narrow, wide)
 
 
 def _rows_alike(weight_OI: Tensor) -> bool:
