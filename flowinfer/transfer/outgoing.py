@@ -21,12 +21,11 @@ POLL_S = 0.001  # how often a sender that writes by itself is asked how far it i
 
 @dataclass
 class _Transfer:
-    """num_pushed: leading blocks that the sender was given, or that the taker had. num_written: that are there."""
+    """num_pushed: leading blocks that the sender was given, or that the taker had."""
 
     push: Push
     sender: Sender
     num_pushed: int
-    num_written: int
 
 
 class Outgoing:
@@ -78,7 +77,7 @@ class Outgoing:
         except TransferError as error:
             self._tell_stopped(event.id, event.to, event.ticket, str(error))
             return
-        self._transfers[event.id] = _Transfer(push, sender, event.first, event.first)
+        self._transfers[event.id] = _Transfer(push, sender, event.first)
         self.advance(held)
 
     def _open_way(self, event: KVFetch) -> None:
@@ -106,8 +105,6 @@ class Outgoing:
             self._stop(transfer, str(error))
             return
         self._progress(transfer.sender)
-        if not transfer.sender.pending:
-            transfer.num_written = transfer.num_pushed
 
     def lend(self, held: HeldKV) -> None:
         """The request is computed, and what isn't under way yet may follow."""
@@ -115,10 +112,10 @@ class Outgoing:
         self.advance(held)
 
     def cancel(self, request: str) -> None:
-        """The blocks of this request are about to be freed."""
+        """The blocks of this request are about to be freed. Its taker is told: blocks of its own may wait for that."""
         self._offered.pop(request, None)
         transfer = self._transfers.pop(request, None)
-        if transfer is None or transfer.num_written == len(transfer.push.targets):
+        if transfer is None:
             return
         if transfer.sender.cancel(transfer.push.ticket):
             self._tell_stopped(request, transfer.push.to, transfer.push.ticket)
@@ -172,7 +169,6 @@ class Outgoing:
                 self._progress(sender)
 
     def _tell_written(self, transfer: _Transfer, news: Written) -> None:
-        transfer.num_written += len(news.checks)
         event = KVPushed(id=transfer.push.id, ticket=news.ticket, first=news.first, checks=list(news.checks))
         self.engine.ctx.send(event, to=transfer.push.to)
 

@@ -21,7 +21,7 @@ from flowinfer.runtime.clock import FakeClock
 from flowinfer.stages.kv_transfer.policy import early_way
 from flowinfer.transfer import incoming, outgoing
 from flowinfer.transfer.memory import PoolMemory
-from flowinfer.transfer.transport import Push, Stopped, TransferError, Written
+from flowinfer.transfer.transport import DamagedBlock, Push, Stopped, TransferError, Written
 
 VOCAB, CONTEXT = 96, 512
 LENGTHS = (1, 64, 65, 200, 330)
@@ -514,6 +514,24 @@ def test_when_no_way_works_the_sequence_is_computed_and_no_block_is_kept_for_it(
     wanted = prompts("r")
     cluster.send(*wanted)
     assert list(cluster.finish(one.id for one in wanted).values()) == expected
+    cluster.until(lambda: is_clean(cluster), 5)
+
+
+@pytest.mark.usefixtures("memory")
+def test_a_written_block_that_is_damaged_keeps_no_other_out_of_use(
+    start: Any, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    land = Memory.land
+
+    def damaged(self: Memory, arrived: KVPushed, targets: Sequence[int]) -> Sequence[int]:
+        if arrived.first == 5:
+            raise DamagedBlock("the last one of six")
+        return land(self, arrived, targets)
+
+    monkeypatch.setattr(Memory, "land", damaged)
+    cluster = start()
+    cluster.send(*prompts("r", [330]))
+    assert cluster.finish(["r-330"])["r-330"] == expected[-1]
     cluster.until(lambda: is_clean(cluster), 5)
 
 
