@@ -18,8 +18,8 @@ Int32s = npt.NDArray[np.int32]
 class Replays:
     """Of a model with windows, int32 [S], host: what a sequence may read and write while its prefix is replayed.
 
-    window_from: window keys of earlier positions aren't read.  entries_from: compressed entries of earlier positions are
-    there already and aren't written. 0 for sequences that replay nothing.
+    window_from: window keys of earlier positions aren't read.  entries_from: compressed entries of earlier positions
+    are there already and aren't written. 0 for sequences that replay nothing.
     """
 
     window_from: Int32s

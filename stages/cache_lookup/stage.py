@@ -62,9 +62,9 @@ class CacheLookup(Stage):
 
         share_inflight: let prompts wait for a prefix that another one is computing.  wait: for how long at most.
 
-        replay: what becomes of a hit that lacks the window keys at its end, in a model that has windows. exact: layers x
-        window tokens are run again, and the answer is that of a cold run.  bounded: one window is, and the answer near it.
-        off: the hit ends where window keys were kept.
+        replay: what becomes of a hit that lacks the window keys at its end, in a model that has windows. exact: layers
+        x window tokens are run again, and the answer is that of a cold run.  bounded: one window is, and the answer
+        near it.  off: the hit ends where window keys were kept.
 
         eviction: what goes first when a worker's pool is full, the block unused for longest, or the one that promises
         fewest hits, learned from the traffic.
