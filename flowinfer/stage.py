@@ -98,12 +98,13 @@ class Fit:
     """A setting of this stage that must suit the model of the stages of another kind.
 
     check takes the model as the file names it and gives what is wrong and what would do, or None. It is called at check
-    time: it imports no torch and fetches nothing.
+    time: it imports no torch and fetches nothing.  instead: a value of the setting that suits any model.
     """
 
     setting: str  # of this stage, as in "draft"
     kind: str  # of the other stage
     check: Callable[[str], tuple[str, str] | None]
+    instead: str = ""
 
 
 @dataclass(frozen=True)

@@ -105,7 +105,7 @@ def _ask(address: str, text: str) -> None:
         click.echo(f"The chat failed: {error}", err=True)
 
 
-def ask_chat(address: str, text: str, *, max_tokens: int = 64) -> str:
+def ask_chat(address: str, text: str, *, max_tokens: int = 256) -> str:
     """The answer of a service to one chat message. Raises FlowInferError with the service's own words."""
     import http.client
     import json

@@ -58,17 +58,23 @@ class Count:
 
 
 def _stage(pipeline: str, sets: tuple[str, ...]) -> RecipeTokenize:
-    """The pipeline's recipe-tokenize, with its tokenizer and nothing around it."""
+    """The pipeline's recipe-tokenize, with its tokenizer and nothing around it.
+
+    Mistakes elsewhere are no matter: a model that can't run here has a tokenizer, too.
+    """
     from flowinfer.engine.hub import resolve
-    from flowinfer.graph import load_plan
+    from flowinfer.errors import SpecError
+    from flowinfer.graph.checker import check
+    from flowinfer.spec import load
     from flowinfer.stages.recipe_tokenize.stage import RecipeTokenize
     from flowinfer.text.tokenizer import load_tokenizer
 
-    plan = load_plan(pipeline, (), sets)
-    found = next((stage for stage in plan.stages.values() if stage.kind == RecipeTokenize.kind), None)
-    if found is None:
+    graph = check(load(pipeline, (), sets))
+    found = next((stage for stage in graph.stages.values() if stage.kind == RecipeTokenize.kind), None)
+    if found is None or not isinstance(config := found.config, RecipeTokenize.Config):
+        if graph.problems:
+            raise SpecError(graph.problems)
         raise FlowInferError(f"{pipeline} has no {RecipeTokenize.kind} stage.")
-    config = RecipeTokenize.Config.model_validate(found.config)
     context: Any = None  # only steps ask for one
     stage = RecipeTokenize(config, context)
     stage.use(load_tokenizer(resolve(config.model)))

@@ -104,6 +104,12 @@ def describe(model: str) -> str:
     return f"{info.block} tokens a pass, {sizes}, reads layers {layers}{note}: {path}"
 
 
+def is_nowhere(model: str) -> bool:
+    """Whether it's the path of a folder that isn't there: whoever loads the model says so."""
+    path = Path(model).expanduser()
+    return path.is_absolute() and not path.exists()
+
+
 def misfit(model: str, head: str) -> ModelError | None:
     """Why the head can't draft for this model; None if it can, or if the model isn't here to be compared.
 

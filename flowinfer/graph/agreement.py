@@ -116,7 +116,9 @@ def check_fits(graph: Graph) -> None:
                         graph.document.value_mark("stages", other.name, "with", "model"),
                         f"the model is {use.model}",
                     )
-                    graph.problem("FI325", found[0], mark, found[1], [note])
+                    path = f"stages.{stage.name}.with.{fit.setting}"
+                    way = f" That is --set {path}={fit.instead}." if fit.instead else ""
+                    graph.problem("FI325", found[0], mark, found[1] + way, [note])
 
 
 def check_beside(graph: Graph) -> set[frozenset[str]]:

@@ -39,13 +39,13 @@ def fits(config: SpecVerify.Config) -> tuple[Fit, ...]:
     def suits(model: str) -> tuple[str, str] | None:
         from flowinfer.engine import heads
 
-        problem = heads.misfit(model, config.head)
+        problem = None if heads.is_nowhere(model) else heads.misfit(model, config.head)
         return (f"draft: head, but {problem.message}", problem.help) if problem else None
 
     def drafts(model: str) -> tuple[str, str] | None:
         from flowinfer.engine import heads
 
-        if heads.misfit(model, config.head):
+        if heads.is_nowhere(model) or heads.misfit(model, config.head):
             return None  # which is said at `draft`
         block = heads.read(heads.find(model, config.head)).block
         if config.tokens <= block:
@@ -55,7 +55,8 @@ def fits(config: SpecVerify.Config) -> tuple[Fit, ...]:
             f"Write tokens: {block}, or less.",
         )
 
-    return Fit("head" if config.head else "draft", "moe-decode", suits), Fit("tokens", "moe-decode", drafts)
+    named = Fit("head", "moe-decode", suits) if config.head else Fit("draft", "moe-decode", suits, instead="ngram")
+    return named, Fit("tokens", "moe-decode", drafts)
 
 
 def is_quick(config: SpecVerify.Config) -> bool:

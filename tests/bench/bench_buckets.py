@@ -13,9 +13,10 @@ import threading
 from harness import Service, machine, percentile, prompt_ids, service
 
 SHORT, HUGE, NUM_SHORT, NUM_HUGE = 100, 6000, 40, 6
+MODEL = "vars.model=smollm2-135m"
 CASES = {
-    "with bucket-route": ("prod.yaml", "stages.route.with.buckets={short: 512, huge: 8k}"),
-    "without": ("experiments/first-come.yaml",),
+    "with bucket-route": ("prod.yaml", MODEL, "stages.route.with.buckets={short: 512, huge: 8k}"),
+    "without": ("experiments/first-come.yaml", MODEL),
 }
 
 

@@ -108,7 +108,7 @@ class Running:
 def mocked_prod() -> Iterator[Running]:
     """prod.yaml with a recording in the place of the model."""
     mock = Mock.model_validate({"from": "prefill", "to": "verify", "worker": "decode"})
-    plan = mocked(load_plan(PIPELINES / "prod.yaml"), mock, PIPELINES / "chats.flow")
+    plan = mocked(load_plan(PIPELINES / "prod.yaml", sets=["vars.model=smollm2-135m"]), mock, PIPELINES / "chats.flow")
     with tempfile.TemporaryDirectory() as folder:
         serve = msgspec.structs.replace(plan.serve, port=0)
         (Path(folder) / PLAN).write_bytes(msgspec.json.encode(msgspec.structs.replace(plan, serve=serve)))

@@ -216,7 +216,7 @@ def main() -> None:
     options = parser.parse_args()
     print(machine())
     settings = ("workers.prefill.threads=1", "workers.decode.threads=1", "stages.prefill.with.dtype=float32")
-    with service(str(Path("prod.yaml")), *settings) as under:
+    with service(str(Path("prod.yaml")), "vars.model=smollm2-135m", *settings) as under:
         report = load(under, streams=options.streams, swaps=options.swaps, max_tokens=options.tokens, calm_s=20.0)
     print("\n".join(report.lines()))
 

@@ -24,6 +24,7 @@ from harness import Service, Stream, english, machine, prompt_ids, service
 
 OUTPUT = 16
 SETTINGS = (
+    "vars.model=smollm2-135m",  # whose context holds such a session
     "stages.prefill.with.dtype=float32",
     "vars.prefill_workers=2",
     "workers.prefill.threads=1",

@@ -1,7 +1,8 @@
 """Time from `flowinfer run` to ready, and resident memory of all its processes, with the model in the cache.
 
-Run: python tests/bench/bench_start.py [pipeline]. Bars for prod.yaml: 15 s, 2.5 GB. Memory is what the processes keep
-from others (PSS: shared pages are counted once), measured after answers of 16 streams.
+Run: python tests/bench/bench_start.py [pipeline [setting...]], as in prod.yaml vars.model=smollm2-135m. Bars for
+prod.yaml: 15 s, 2.5 GB. Memory is what the processes keep from others (PSS: shared pages are counted once), measured
+after answers of 16 streams.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import statistics
 import sys
 
 import psutil
-from harness import machine, prompt_ids, service
+from harness import machine, service
 
 ROUNDS = 3
 
@@ -28,15 +29,15 @@ def _name(process: psutil.Process) -> str:
 
 def main() -> None:
     """Prints the median start and the memory by process."""
-    pipeline = sys.argv[1] if len(sys.argv) > 1 else "prod.yaml"
+    pipeline, *settings = sys.argv[1:] or ["prod.yaml"]
     print(machine())
     starts = []
     for _ in range(ROUNDS):
-        with service(pipeline) as running:
+        with service(pipeline, *settings) as running:
             starts.append(running.started_s)
-            running.all([(prompt_ids(256, i), 64) for i in range(16)])
+            running.all([(running.prompt_ids(256, i), 64) for i in range(16)])
             used = memory(running.process.pid)
-    print(f"{pipeline}: ready after {statistics.median(starts):.1f} s (median of {ROUNDS})")
+    print(f"{' '.join([pipeline, *settings])}: ready after {statistics.median(starts):.1f} s (median of {ROUNDS})")
     print("  ".join(f"{name} {size:,.0f} MB" for name, size in used.items()) + f"  all {sum(used.values()):,.0f} MB")
 
 

@@ -86,6 +86,10 @@ class Service:
             stream.tokens.append(now)
             stream.text += choice["text"]
 
+    def prompt_ids(self, count: int, seed: int) -> list[int]:
+        """Token ids of plain English in this model's vocabulary."""
+        return prompt_ids(count, seed, self.model)
+
     def all(self, requests: Sequence[tuple[Sequence[int] | str, int]]) -> list[Stream]:
         """Streams these (prompt, max_tokens) at once."""
         streams: list[Stream | None] = [None] * len(requests)
@@ -156,7 +160,7 @@ def percentile(values: Sequence[float], share: float) -> float:
 
 
 @functools.cache
-def _english() -> list[int]:
+def _english(model: str) -> list[int]:
     """Token ids of Python's own language reference, which every installation has."""
     from pydoc_data.topics import topics
 
@@ -165,7 +169,7 @@ def _english() -> list[int]:
     from flowinfer.engine import hub
 
     text = "\n".join(topics[name] for name in sorted(topics))[:300_000]
-    return Tokenizer.from_file(str(hub.resolve("smollm2-135m") / "tokenizer.json")).encode(text).ids
+    return Tokenizer.from_file(str(hub.resolve(model) / "tokenizer.json")).encode(text).ids
 
 
 def english(count: int, seed: int) -> str:
@@ -178,8 +182,8 @@ def english(count: int, seed: int) -> str:
     return str(Tokenizer.from_file(file).decode(prompt_ids(count, seed)))
 
 
-def prompt_ids(count: int, seed: int) -> list[int]:
+def prompt_ids(count: int, seed: int, model: str = "smollm2-135m") -> list[int]:
     """`count` token ids of plain English; other seeds begin elsewhere, so that no two share a block."""
-    ids = _english()
+    ids = _english(model)
     start = random.Random(seed).randrange(len(ids) - count)
     return ids[start : start + count]

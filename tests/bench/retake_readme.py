@@ -107,13 +107,13 @@ def chat(running: Service, number: int) -> None:
 
 
 QUESTIONS = (
-    "Name three primary colors.",
-    "Explain in two sentences why the sky is blue.",
-    "Write a short list of things to pack for a week by the sea.",
-    "What is the difference between weather and climate?",
-    "Repeat after me: the quick brown fox jumps over the lazy dog, the lazy dog sleeps.",
+    "Tell me a short story about a brave mouse.",
+    "What is the capital of France?",
+    "Write three short paragraphs about a silver bell, a red kite and telling the truth.",
+    "What is the opposite of big?",
+    "Tell me a short story about a kind bear who finds a hat.",
     "Give me a recipe for pancakes.",
-    "Count from one to twenty.",
+    "Write a short story about a rabbit who learns to sing.",
 )
 TAKES: dict[str, Callable[[Path], str]] = {"compare": compare, "sweep": sweep, "experiment": experiment}
 

@@ -36,7 +36,7 @@ def run(*args: str) -> Result:
 @pytest.fixture
 def broken(tmp_path: Path) -> Path:
     file = tmp_path / "broken.yaml"
-    file.write_text(Path(PROD).read_text().replace("draft: ngram", "draft: ngrm"))
+    file.write_text(Path(PROD).read_text().replace("draft: head", "draft: haed"))
     return file
 
 
@@ -54,15 +54,15 @@ def test_check_points_at_the_mistake_and_exits_with_1(broken: Path) -> None:
     assert result.exit_code == 1
     lines = result.stderr.split("\n")
     line = next(i for i, text in enumerate(lines) if "verify:" in text)
-    column = lines[line].index("ngrm")
+    column = lines[line].index("haed")
     assert lines[0].startswith("error FI210: `draft` of stage `verify`: it must be `")
     assert lines[line + 1][column : column + 4] == "^^^^"
-    assert "help: Did you mean `ngram`?" in result.stderr
+    assert "help: Did you mean `head`?" in result.stderr
 
 
 def test_check_as_json_for_programs(broken: Path) -> None:
     (problem,) = json.loads(run("check", "--json", str(broken)).stdout)["problems"]
-    assert (problem["code"], problem["file"], problem["line"]) == ("FI210", str(broken), 19)
+    assert (problem["code"], problem["file"], problem["line"]) == ("FI210", str(broken), 26)
     plan = json.loads(run("check", "--json", PROD).stdout)["plan"]
     assert plan["name"] == "prod"
 
@@ -169,7 +169,7 @@ def test_shipped_files_validate(file: Path, schema: dict[str, Any]) -> None:
     [
         ("tokens: 5", "tokns: 5"),
         ("tokens: 5", "tokens: 99"),
-        ("draft: ngram", "draft: ngrm"),
+        ("draft: head", "draft: haed"),
         ("step_budget: 50ms", "step_budget: 50"),
         ("dispatch: bucket", "dispatch: buckets"),
         ("verify -> detokenize:", "verify > detokenize:"),

@@ -24,10 +24,10 @@ def smollm2() -> Path:
 
 
 @pytest.fixture(scope="session")
-def prod(smollm2: Path) -> Iterator[Service]:
-    """The disaggregated pipeline: front, prefill and decode in processes of their own.
+def prod() -> Iterator[Service]:
+    """The disaggregated pipeline over flowinfer-mini: front, prefill and decode in processes of their own.
 
-    float32: in bfloat16 the first token of an answer here is a near tie, which the cut of a chunk may turn.
+    float32: in bfloat16 the cut of a chunk may turn a near tie.
     """
     settings = ("workers.prefill.threads=1", "workers.decode.threads=1", "stages.prefill.with.dtype=float32")
     with service("prod.yaml", *settings) as running:
@@ -35,7 +35,7 @@ def prod(smollm2: Path) -> Iterator[Service]:
 
 
 @pytest.fixture(scope="session")
-def frames(smollm2: Path) -> Iterator[Service]:
+def frames() -> Iterator[Service]:
     """The same over workers that share no memory, as on two machines."""
     with service("prod.yaml", "stages.prefill.with.dtype=float32", "stages.transfer.with.transport=tcp") as running:
         yield running

@@ -17,18 +17,22 @@ from harness import Service
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
+STORY = (
+    "Once upon a time, there was a brave mouse who lived near a pond. The mouse had nobody to play with. "
+    "One sunny day, a pony came to the pond. Both were too shy to speak. "
+)
 QUESTION = [{"role": "user", "content": "Name three primary colors."}]
 
 
 # On a machine that tests keep busy, answers of any length would take minutes.
 SHORTER = {
-    '"max_tokens": 100, ': "",
+    '"max_tokens": 200, ': "",
     '"messages": [': '"max_tokens": 12, "messages": [',
-    "max_tokens=100, ": "",
+    "max_tokens=200, ": "",
     "messages=chat": "messages=chat, max_tokens=12",
-    "max_tokens: 100, ": "",
+    "max_tokens: 200, ": "",
     "messages, stream: true": "messages, max_tokens: 12, stream: true",
-    'model: "smollm2-135m", messages });': 'model: "smollm2-135m", max_tokens: 12, messages });',
+    'model: "flowinfer-mini", messages });': 'model: "flowinfer-mini", max_tokens: 12, messages });',
 }
 
 
@@ -94,7 +98,7 @@ def test_both_apis_give_the_same_answer(prod: Service, claude: anthropic.Anthrop
 
 def test_a_prompt_is_scored_anew_each_time(prod: Service) -> None:
     client = openai.OpenAI(base_url=f"http://127.0.0.1:{prod.port}/v1", api_key="none", max_retries=0, timeout=60)
-    prompt = "One two three four five six seven eight nine ten. " * 8
+    prompt = STORY * 4
     ask: Any = {"model": prod.model, "prompt": prompt, "max_tokens": 1, "temperature": 0, "logprobs": 1}
     client.completions.create(**ask)  # leaves the prompt in the cache
     answers = [client.completions.create(**ask, echo=True) for _ in range(2)]
@@ -112,7 +116,7 @@ def test_a_prompt_is_scored_anew_each_time(prod: Service) -> None:
         assert "".join(told.tokens) == choice.text
         assert told.token_logprobs[0] is None
         assert all(value is not None and value <= 0 for value in told.token_logprobs[1:])
-        assert sum(told.token_logprobs[-20:]) > -10  # type: ignore[arg-type]  # what repeats is no surprise
+        assert sum(told.token_logprobs[-20:]) > -10  # type: ignore[arg-type]  # such stories are what it was trained on
     first, second = (answer.choices[0].logprobs for answer in answers)
     assert first is not None
     assert second is not None

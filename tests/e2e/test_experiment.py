@@ -22,7 +22,7 @@ from flowinfer.runtime.rewire.protocol import Manner, Reply, Request
 EXPERIMENT = ROOT / "pipelines" / "experiments" / "live-no-speculation.yaml"
 SETS = ("workers.prefill.threads=1", "workers.decode.threads=1", "stages.prefill.with.dtype=float32", "serve.port=0")
 SESSIONS = [f"visitor {number}" for number in range(6)]
-PROMPTS = [prompt_ids(12 + 40 * number, seed=number) for number in range(3)]
+PROMPTS = [prompt_ids(12 + 40 * number, number, "flowinfer-mini") for number in range(3)]
 MAX_TOKENS = 12
 
 

@@ -103,7 +103,7 @@ def test_200_disconnects_leave_every_block_free(prod: Service) -> None:
                 args=(
                     prod,
                     rng.random() * 0.4,
-                    prompt_ids(rng.choice([5, 80, 400]), rng.randrange(10)),
+                    prod.prompt_ids(rng.choice([5, 80, 400]), rng.randrange(10)),
                     rng.random() < 0.7,
                 ),
             )
@@ -125,7 +125,7 @@ def test_a_killed_worker_comes_back_and_the_service_is_well(prod: Service, victi
 
     def load(i: int) -> None:
         try:
-            prod.complete(prompt_ids(40 + 40 * i, seed=i), 80)
+            prod.complete(prod.prompt_ids(40 + 40 * i, seed=i), 80)
             results.append("answered")
         except (RuntimeError, OSError, http.client.HTTPException, KeyError, json.JSONDecodeError) as error:
             results.append(f"failed: {error}")
@@ -146,7 +146,7 @@ def test_a_killed_worker_comes_back_and_the_service_is_well(prod: Service, victi
 
 def test_a_stream_outlives_the_worker_that_computed_its_prompt(prod: Service) -> None:
     """Decode goes on reading the dead worker's blocks, and its successor leaves them alone until they are released."""
-    prompt = prompt_ids(300, seed=77)
+    prompt = prod.prompt_ids(300, seed=77)
     expected = prod.complete(prompt, 100).text
     time.sleep(1.5)
     before = free_blocks(prod)
@@ -160,7 +160,7 @@ def test_a_stream_outlives_the_worker_that_computed_its_prompt(prod: Service) ->
         lambda: workers(prod).get("prefill.0") is not None and workers(prod)["prefill.0"].pid != old, 60, "respawn"
     )
     wait_until(lambda: _ready(prod), 60, "prefill back")
-    crowd = [threading.Thread(target=prod.complete, args=(prompt_ids(400, seed=200 + i), 2)) for i in range(3)]
+    crowd = [threading.Thread(target=prod.complete, args=(prod.prompt_ids(400, 200 + i), 2)) for i in range(3)]
     for other in crowd:
         other.start()
     for other in (thread, *crowd):

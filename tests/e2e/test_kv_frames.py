@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 
 import psutil
 import pytest
-from harness import Service, prompt_ids
+from harness import Service
 
 from flowinfer.runtime.worker import HEARTBEAT_S
 
@@ -82,7 +82,12 @@ def is_answered(running: Service) -> bool:
 
 def begin(running: Service, num_tokens: int) -> socket.socket:
     """Asks for an answer to a prompt, and doesn't wait for it."""
-    body = {"model": running.model, "prompt": prompt_ids(num_tokens, num_tokens), "max_tokens": 4, "stream": True}
+    body = {
+        "model": running.model,
+        "prompt": running.prompt_ids(num_tokens, num_tokens),
+        "max_tokens": 4,
+        "stream": True,
+    }
     data = json.dumps(body).encode()
     connection = socket.create_connection(("127.0.0.1", running.port))
     connection.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n")

@@ -32,7 +32,7 @@ def test_over_true_processes(name: str, smollm2: Path) -> None:
     assert outcomes
 
 
-def test_over_http_in_three_processes(smollm2: Path) -> None:
+def test_over_http_in_three_processes() -> None:
     path = ROOT / "pipelines" / "prod_test.yaml"
     settings = [f"{key}={value}" for key, value in PipelineTest.load(path).set.items()]
     with service("prod.yaml", *settings) as running:

@@ -15,12 +15,13 @@ import pytest
 from drafters import save_random_head
 from harness import Service, prompt_ids
 
+from flowinfer.engine import hub
 from flowinfer.graph.plan import Plan
 from flowinfer.runtime.rewire.control import ask, running
 from flowinfer.runtime.rewire.protocol import SERVICE, Manner, Reply, Request
 from flowinfer.runtime.rewire.protocol import Service as About
 
-PROMPTS = [prompt_ids(12 + 20 * i, seed=i) for i in range(2)]
+PROMPTS = [prompt_ids(12 + 20 * i, i, "flowinfer-mini") for i in range(2)]
 MAX_TOKENS = 12
 
 
@@ -102,9 +103,9 @@ def test_swaps_under_load_leave_greedy_answers_as_they_were(prod: Service, folde
     assert status(folder).epoch >= 3
 
 
-def test_what_drafts_changes_under_load(prod: Service, folder: Path, smollm2: Path, tmp_path: Path) -> None:
+def test_what_drafts_changes_under_load(prod: Service, folder: Path, tmp_path: Path) -> None:
     head = tmp_path / "draft.safetensors"
-    save_random_head(smollm2, head)
+    save_random_head(hub.resolve(prod.model), head)
     ways = ({"draft": "head", "head": str(head), "tokens": 5, "schedule": "fixed"}, {"draft": "suffix", "tokens": 8})
     with Streams(prod) as streams:
         for config in ways:

@@ -24,7 +24,9 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     shutil.copytree(TINY, folder)
     save_random_llama(folder, load_tokenizer(TINY).vocab_size, 512)
     memory = ("workers.prefill.kv_memory=64MiB", "workers.decode.kv_memory=64MiB")
-    with service("prod.yaml", f"vars.model={folder}", *ONE_THREAD, *memory) as running:
+    with service(
+        "prod.yaml", f"vars.model={folder}", "stages.verify.with.draft=ngram", *ONE_THREAD, *memory
+    ) as running:
         yield running
 
 
@@ -43,7 +45,7 @@ def test_changes_under_load_go_unnoticed(small: Service) -> None:
 @pytest.mark.slow
 @pytest.mark.model
 def test_changes_under_32_streams_go_unnoticed(smollm2: Path) -> None:
-    with service("prod.yaml", *ONE_THREAD) as running:
+    with service("prod.yaml", "vars.model=smollm2-135m", *ONE_THREAD) as running:
         report = load(running, streams=32, swaps=20, max_tokens=48, calm_s=20.0)
     check(report)
     assert all(found.pause <= report.limit for found in report.findings), "\n".join(report.lines())

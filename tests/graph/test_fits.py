@@ -59,6 +59,12 @@ def test_a_head_of_another_model_is_refused(tmp_path: Path) -> None:
     assert code == "FI325" and "other" in message and "1024" in message
 
 
+def test_a_model_without_a_head_is_told_what_would_do() -> None:
+    ((code, message, help),) = problems(Path(), "vars.model=org/name", "stages.verify.with.head=")
+    assert code == "FI325" and "org/name" in message
+    assert "--set stages.verify.with.draft=ngram" in help
+
+
 def test_a_draft_model_of_another_vocabulary_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from flowinfer.engine.models.named import write_random
 

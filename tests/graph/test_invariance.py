@@ -16,7 +16,7 @@ from flowinfer.spec import load
 
 PROD = Path(__file__).parents[2] / "pipelines" / "prod.yaml"
 ON = "batch_invariant=true"
-MINI = "vars.model=flowinfer-mini"
+MINI, DENSE = "vars.model=flowinfer-mini", "vars.model=smollm2-135m"
 
 
 def messages(*sets: str) -> list[str]:
@@ -35,9 +35,9 @@ def test_kernel_sets_of_devices_differ() -> None:
 
 def test_one_type_of_device_by_any_name_will_do(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(invariance, "count_gpus", lambda: 0)
-    assert messages("workers.decode.device=cpu") == []
+    assert messages(DENSE, "workers.decode.device=cpu") == []
     monkeypatch.setattr(invariance, "count_gpus", lambda: 2)
-    (message,) = messages("workers.decode.device=cpu")
+    (message,) = messages(DENSE, "workers.decode.device=cpu")
     assert "on one device type" in message
 
 

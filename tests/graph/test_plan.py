@@ -61,7 +61,7 @@ def test_bucket_dispatch_has_a_lane_a_bucket(prod: Plan) -> None:
 def test_a_model_that_is_left_open_is_the_one_named_before(prod: Plan) -> None:
     assert {
         name: stage.config["model"] for name, stage in prod.stages.items() if "model" in stage.config
-    } == dict.fromkeys(["tokenize", "lookup", "prefill", "transfer", "decode", "detokenize"], "smollm2-135m")
+    } == dict.fromkeys(["tokenize", "lookup", "prefill", "transfer", "decode", "detokenize"], "flowinfer-mini")
 
 
 def test_settings_in_the_plan_are_complete_and_in_the_notation_of_files(prod: Plan) -> None:
@@ -77,7 +77,7 @@ def test_set_reaches_the_plan() -> None:
 
 def test_digest_names_the_content_and_not_how_it_was_written() -> None:
     one = load_plan(PIPELINES / "prod.yaml")
-    same = load_plan(PIPELINES / "prod.yaml", sets=["stages.verify.with.draft=ngram"])
+    same = load_plan(PIPELINES / "prod.yaml", sets=["stages.verify.with.draft=head"])
     other = load_plan(PIPELINES / "prod.yaml", sets=["stages.verify.with.draft=none"])
     assert one.digest == same.digest != other.digest
 
@@ -112,7 +112,7 @@ def test_stages_can_be_reordered_where_facets_allow(tmp_path: Path) -> None:
 
 
 def test_one_stage_out_of_place_is_one_mistake(tmp_path: Path) -> None:
-    text = (PIPELINES / "prod.yaml").read_text().replace("tokens: 5}, place: {with: decode}}", "tokens: 5}}")
+    text = (PIPELINES / "prod.yaml").read_text().replace("confidence}, place: {with: decode}}", "confidence}}")
     (tmp_path / "x.yaml").write_text(text)
     (problem,) = check(load(tmp_path / "x.yaml")).problems
     assert (problem.code, problem.help) == ("FI407", "Write `place: {with: decode}` in `verify`.")
