@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -19,7 +20,7 @@ from flowinfer.cache.keys import extend_chain
 from flowinfer.cache.policies.eviction import Eviction, make_eviction
 from flowinfer.engine import hub
 from flowinfer.engine.cost import StepTimeModel
-from flowinfer.engine.expert_load import ExpertLoad, Phase
+from flowinfer.engine.expert_load import ExpertLoad, LoadWindow, Phase
 from flowinfer.engine.held import HeldKV, Run
 from flowinfer.engine.layout import DTYPE_BYTES, KVLayout
 from flowinfer.engine.models import load_model
@@ -115,7 +116,7 @@ class Engine:
         for phase, window in self.expert_load.windows.items() if self.expert_load else ():
             for row, layer in enumerate(self.model.config.moe_layers):
                 gauge = metrics.gauge("expert_peak_ratio").labels(phase=phase, layer=str(layer))
-                gauge.set_function(lambda window=window, row=row: float(window.peaks()[row]))
+                gauge.set_function(partial(_peak, window, row))
 
     @classmethod
     def of(cls, ctx: Context, model: str, dtype: str, weights: str = "checkpoint") -> Engine:
@@ -433,6 +434,10 @@ def _kernels_of(ctx: Context) -> str:
             help="Give all workers with a model one kind of device and the same packages.",
         )
     return planned
+
+
+def _peak(window: LoadWindow, row: int) -> float:
+    return float(window.peaks()[row])
 
 
 def query_starts(counts: Ids, num_tokens: int) -> Ids:

@@ -13,7 +13,7 @@ from torch import Tensor
 class Projection(Protocol):
     """Maps [T, in] to [T, out]."""
 
-    def __call__(self, x_TI: Tensor) -> Tensor: ...
+    def __call__(self, x_TI: Tensor, /) -> Tensor: ...
 
 
 Make = Callable[[Tensor, Tensor | None], Projection]  # of a weight [out, in] and a bias [out]
