@@ -106,7 +106,7 @@ class KVTransfer(Stage):
         self.unable: dict[str, str] = {}  # transports that this machine turned out not to have, and why
         if TRANSPORTS.get(self.config.transport, TRANSPORTS["shm"]).moves:
             self.incoming.receiver(self.config.transport)  # who asks for one by name hears now that it isn't there
-        self.crowded: dict[str, float] = {}  # sequences that found no room, and since when
+        self.crowded: dict[str, tuple[Sequence, float]] = {}  # sequences that found no room, and since when
         self.dead: dict[str, int] = {}  # last generation of each worker that died
         self.ctx.offer("sequences", self.engine.pool.num_blocks)
 
@@ -148,8 +148,10 @@ class KVTransfer(Stage):
     def cancel(self, requests: Collection[str]) -> None:
         """Drops transfers under way; their owner learns that it may free the blocks."""
         for request in requests:
-            self.crowded.pop(request, None)
             self.incoming.drop(request)
+            if request in self.crowded:
+                sequence, _ = self.crowded.pop(request)
+                self._let_go(sequence)
 
     # ------------------------------------------------------------------------------------- prompts to come, and blocks
 
@@ -192,7 +194,7 @@ class KVTransfer(Stage):
             yield from self._accept(sequence)
             self.crowded.pop(sequence.id, None)
         except NoRoom:  # sequences that were handed off here took blocks that had been granted
-            since = self.crowded.setdefault(sequence.id, self.ctx.clock.now())
+            _, since = self.crowded.setdefault(sequence.id, (sequence, self.ctx.clock.now()))
             if self.ctx.clock.now() - since > self.config.deadline:
                 self._refuse(sequence, RequestError(503, "No room for the KV of this request.", code="kv_exhausted"))
             else:
@@ -275,9 +277,14 @@ class KVTransfer(Stage):
             self.engine.release(sequence.id)
         else:
             self.incoming.drop(sequence.id)
-            self.ctx.send(KVRelease(id=sequence.id, lessee=self.ctx.worker), to=sequence.kv.owner)
-            self.ctx.give_back("sequences", sequence.id)
+            self._let_go(sequence)
         self.ctx.fail(sequence.id, error)
+
+    def _let_go(self, sequence: Sequence) -> None:
+        """The owner may free what it lent us, of which we hold nothing."""
+        assert sequence.kv is not None, "only sequences with KV come"
+        self.ctx.send(KVRelease(id=sequence.id, lessee=self.ctx.worker), to=sequence.kv.owner)
+        self.ctx.give_back("sequences", sequence.id)
 
     # ---------------------------------------------------------------------------- sequences that run already elsewhere
 

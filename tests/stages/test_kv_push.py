@@ -379,6 +379,18 @@ def test_what_a_replaced_worker_still_sends_is_refused_and_counted(start: Any) -
     assert is_free(cluster.engine("decode.0"))
 
 
+def test_a_cancel_of_what_waits_for_room_frees_what_its_owner_has_lent(start: Any) -> None:
+    cluster = start()
+    pool = cluster.engine("decode.0").pool
+    taken = pool.allocate(pool.num_free)
+    cluster.send(*prompts("r", [330]))
+    cluster.until(lambda: bool(cluster.workers["decode.0"].by_name["transfer"].stage.crowded))
+    cluster.cancel("r-330")
+    cluster.until(lambda: not cluster.engine("prefill.0").held, 5)
+    pool.release(taken)
+    assert is_clean(cluster)
+
+
 def test_an_owner_that_does_not_know_the_request_says_so(start: Any) -> None:
     cluster, heard = start(), []
     intercept(cluster, "decode.0", KVStopped, noting(heard, "reason"))
