@@ -218,7 +218,10 @@ class Bench:
         """Answers all prompts of the kind, `batch` at a time."""
         self.use(drafter, fresh=True)
         steps, tokens, accepted = 0, 0, 0
-        prompts = self.prompts([kind], self.args.prompts)
+        most = (
+            len(self.texts[kind]) if kind.startswith(OWN) else self.args.prompts
+        )  # with other words they'd be others'
+        prompts = self.prompts([kind], min(most, self.args.prompts))
         for start in range(0, len(prompts), self.args.batch):
             part = prompts[start : start + self.args.batch]
             arrivals = self.service.answer(
