@@ -27,7 +27,8 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, bool]]:
 
 @pytest.mark.parametrize("name", ["quickstart", "colocated", "prod"])
 def test_a_model_is_fetched_once_however_many_stages_name_it(name: str, asked: list[tuple[str, bool]]) -> None:
-    fetch_models(load_plan(PIPELINES / f"{name}.yaml", sets=["vars.model=org/name"]))
+    sets = ["vars.model=org/name", "stages.verify.with.draft=ngram"]
+    fetch_models(load_plan(PIPELINES / f"{name}.yaml", sets=sets))
     assert asked == [("org/name", True)]
 
 
