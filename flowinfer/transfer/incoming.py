@@ -229,7 +229,10 @@ class Incoming:
         held = self.engine.held[arrival.id]
         held.blocks = []
         self._free_blocks(arrival, arrival.blocks)
-        self.engine.release(arrival.id)
+        if arrival.sequence is not None:
+            self.engine.release(arrival.id)
+        else:  # its credit isn't ours to give back: the sequence may just have come, by another transfer
+            del self.engine.held[arrival.id]
 
     def _free_blocks(self, arrival: Arrival, blocks: list[int]) -> None:
         """Blocks that the owner may still write into stay out of use until it says that it has stopped."""
