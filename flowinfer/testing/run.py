@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,7 +22,26 @@ WHOLE = "the run as a whole"
 
 
 def run_inline(path: Path) -> Iterator[Outcome]:
-    """Runs a test file in this process. Raises SpecError for mistakes in it."""
+    """Runs a test file in this process, with an empty folder for the disk tier. Raises SpecError for mistakes in it."""
+    with _empty_disk():
+        yield from _run_inline(path)
+
+
+@contextlib.contextmanager
+def _empty_disk() -> Iterator[None]:
+    """What the user's cache holds is no matter of a test, and what a test leaves is none of the user's."""
+    before = os.environ.get("FLOWINFER_KV")
+    with tempfile.TemporaryDirectory(prefix="flowinfer-test-", ignore_cleanup_errors=True) as folder:
+        os.environ["FLOWINFER_KV"] = folder
+        try:
+            yield
+        finally:
+            os.environ.pop("FLOWINFER_KV")
+            if before is not None:
+                os.environ["FLOWINFER_KV"] = before
+
+
+def _run_inline(path: Path) -> Iterator[Outcome]:
     test, node = PipelineTest.read(path)
     if test.is_plain:
         yield from run_plain(test, path)

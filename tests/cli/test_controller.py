@@ -111,7 +111,7 @@ def test_sampling_defaults_are_set_while_the_service_runs(echo_file: Path, home:
         done = CliRunner().invoke(main, ["set", *args], catch_exceptions=False).output
         assert "live  serve.sampling.temperature  (absent) -> 0.25" in done and "Done" in done
         assert "".join(run.stream("x")).split() == ["0.25", "9", "77", "42"]
-        assert ask_chat(run.address, "x").split()[:3] == ["0", "9", "64"]  # what a request says goes first
+        assert ask_chat(run.address, "x").split()[:3] == ["0", "9", "256"]  # what a request says goes first
         assert {child.pid for child in psutil.Process(run.process.pid).children(recursive=True)} == before
     finally:
         run.process.send_signal(signal.SIGTERM)

@@ -227,13 +227,17 @@ class Cluster:
         holders = {holder for entry in self.door.ledger._open.values() for holder, _ in entry.holders}
         return name not in holders and all(worker.member.is_drained() for worker in self.workers.values())
 
-    def kill(self, name: str) -> set[str]:
+    def retire(self, name: str) -> None:
+        """Ends an instance that is empty, as a change does: what it sent last arrives."""
+        self.kill(name, linger_ms=10_000)
+
+    def kill(self, name: str, linger_ms: int = 0) -> set[str]:
         """Ends an instance between two of its steps; what it sent last may be lost or not.
 
         Returns the requests that another decoder knows, and the door knows that it does, when they hear of it.
         """
         self.workers.pop(name)
-        self.channels[name][0].close()
+        self.channels[name][0].close(linger_ms)
         self.turn()  # the supervisor notices a little later
         decoders = [worker for worker in self.workers.values() if worker.worker == "decode"]
         held = {e.id for e in self.door.ledger._open.values() if any(holder != name for holder, _ in e.holders)}

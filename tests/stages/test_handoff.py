@@ -99,7 +99,7 @@ def test_running_sequences_go_on_elsewhere_token_for_token(
     cluster.leave("decode.0", mode)
     cluster.until(lambda: cluster.is_empty("decode.0"))
     assert not cluster.decode("decode.0").engine.held
-    cluster.kill("decode.0")
+    cluster.retire("decode.0")
     assert cluster.finish(expected) == expected
     assert cluster.decode("decode.1").num_steps
     assert cluster.door.num_repeated == 0
@@ -119,7 +119,7 @@ def test_a_prefill_worker_goes_while_what_it_computed_is_still_decoded(start: An
     cluster.until(lambda: cluster.is_empty("prefill.0"))
     engine: Any = cluster.workers["prefill.0"].by_name["prefill"].stage
     assert not engine.engine.held and len(cluster.door.ended) < len(expected)
-    cluster.kill("prefill.0")
+    cluster.retire("prefill.0")
     assert cluster.finish(expected) == expected
     assert all(isinstance(end, Finish) for end in cluster.door.ended.values())
     check_clean(cluster)
@@ -152,7 +152,7 @@ def test_prompts_that_wait_go_to_another_prefill_worker(start: Any, expected: di
     cluster.add("prefill.1")
     cluster.leave("prefill.0", "replay")
     cluster.until(lambda: cluster.is_empty("prefill.0"))
-    cluster.kill("prefill.0")
+    cluster.retire("prefill.0")
     assert cluster.finish(expected) == expected
     check_clean(cluster)
 
@@ -221,7 +221,7 @@ def test_whatever_happens_each_answer_is_right_and_every_block_is_free(
             old, current = current, f"decode.{number}"
             if rng.random() < 0.6:
                 cluster.until(lambda old=old: cluster.is_empty(old))  # type: ignore[misc]
-                cluster.kill(old)
+                cluster.retire(old)
     answers = cluster.finish(p.id for p in wanted)
     ended = cluster.door.ended
     assert all(isinstance(end, Finish) or end == "cancelled" for end in ended.values()), ended
