@@ -170,7 +170,7 @@ def check_distribution(folder: Path, draft: str, options: dict[str, Any], count:
     drafting, seeds = service(folder, schedule="fixed", tokens=4, **DRAFTS[draft]), range(10_000, 10_000 + count)
     counts = np.stack([triples(service(folder), range(count), options), triples(drafting, seeds, options)])
     assert (counts.sum(1) == count).all()
-    assert sum(end.drafted_tokens for end in drafting.client.ended.values()) > count / 20  # n-grams of a grammar are rare
+    assert sum(end.drafted_tokens for end in drafting.client.ended.values()) > count / 50  # n-grams hold few
     usual = counts.sum(0) >= 10
     table = np.concatenate([counts[:, usual], counts[:, ~usual].sum(1, keepdims=True)], axis=1)
     table = table[:, table.sum(0) > 0]
