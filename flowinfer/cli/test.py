@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
 import os
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -60,22 +58,7 @@ def _outcomes(path: Path, url: str | None, real: bool) -> Iterator[Outcome]:
     if url:
         yield from run_over_http(path, url)
         return
-    with _own_kv():
-        yield from run_real(path) if real else run_inline(path)
-
-
-@contextlib.contextmanager
-def _own_kv() -> Iterator[None]:
-    """A folder for disk tiers that ends with the test: what the user's holds is no matter of it."""
-    before = os.environ.get("FLOWINFER_KV")
-    with tempfile.TemporaryDirectory(prefix="kv-", ignore_cleanup_errors=True) as folder:
-        os.environ["FLOWINFER_KV"] = folder
-        try:
-            yield
-        finally:
-            del os.environ["FLOWINFER_KV"]
-            if before is not None:
-                os.environ["FLOWINFER_KV"] = before
+    yield from run_real(path) if real else run_inline(path)
 
 
 def _pytest(folder: Path) -> bool:

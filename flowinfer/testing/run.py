@@ -36,7 +36,7 @@ def _empty_disk() -> Iterator[None]:
         try:
             yield
         finally:
-            os.environ.pop("FLOWINFER_KV")
+            del os.environ["FLOWINFER_KV"]
             if before is not None:
                 os.environ["FLOWINFER_KV"] = before
 
@@ -55,7 +55,8 @@ def run_real(path: Path) -> Iterator[Outcome]:
     """Runs a test file over true processes. Raises SpecError for mistakes in it."""
     test, node = PipelineTest.read(path)
     ready = prepare(test, node, path)
-    yield from outcomes(ready, RealRun(ready, path).run(), _other(test, node, path))
+    with _empty_disk():  # for the other pipeline, which runs in this process
+        yield from outcomes(ready, RealRun(ready, path).run(), _other(test, node, path))
 
 
 def run_over_http(path: Path, url: str) -> Iterator[Outcome]:
