@@ -22,7 +22,7 @@ import json
 import math
 import random
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -334,9 +334,13 @@ def drafters_of(args: argparse.Namespace) -> list[str]:
     return found
 
 
+def split(of: Callable[[str], Any]) -> Callable[[str], list[Any]]:
+    """Reads parts between commas."""
+    return lambda text: [of(part) for part in text.split(",")]
+
+
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    split = lambda of: lambda text: [of(part) for part in text.split(",")]  # noqa: E731
     parser.add_argument("--model", default="flowinfer-mini")
     parser.add_argument("--draft-model", default="", help="for the drafter `model`")
     parser.add_argument("--head", default="", help="file of the draft head; by default the model's own")
