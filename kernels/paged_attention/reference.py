@@ -38,7 +38,8 @@ def paged_attention_reference(
             for i in (0, 1)
         )
         scores = torch.einsum("tnd,lnd->ntl", q_TND[start:end].float(), k) * q_TND.shape[2] ** -0.5
-        future = torch.arange(kv_len) > torch.arange(first, kv_len)[:, None]
+        key = torch.arange(kv_len, device=q_TND.device)
+        future = key > key[first:, None]
         weights = scores.masked_fill(future, float("-inf")).softmax(-1)
         outs.append(torch.einsum("ntl,lnd->tnd", weights, v).flatten(1))
     return torch.cat(outs).to(q_TND.dtype)

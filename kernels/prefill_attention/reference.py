@@ -35,7 +35,8 @@ def prefill_attention_reference(
             for i in (0, 1)
         )
         scores = torch.einsum("tnd,lnd->ntl", q, keys) * q.shape[2] ** -0.5
-        at, key = torch.arange(length - len(q), length)[:, None], torch.arange(length)
+        key = torch.arange(length, device=q.device)
+        at = key[length - len(q) :, None]
         hidden = (key > at) | ((key <= at - window) if window else False)
         scores = scores.masked_fill(hidden, float("-inf"))
         if sinks_N is not None:
