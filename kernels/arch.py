@@ -37,6 +37,7 @@ TABLE: tuple[Needs, ...] = (
     Needs("rope", (8, 0), _FLOATS, "engine.models.rope.rotate"),
     Needs("activation", (8, 0), _FLOATS, "torch.nn.functional.silu"),
     Needs("experts", (8, 0), _FLOATS, "a loop over experts"),
+    Needs("indexer_topk", (8, 0), _FLOATS, "a product over all entries, and a stable sort"),
     Needs("greedy", (8, 0), _FLOATS, "torch.max"),
     Needs("draw", (8, 0), _FLOATS, "sampling: a sort of each row, and a wait for the host"),
     Needs("copy_blocks", (8, 0), ("bfloat16", "float32", "float16"), "a copy by the driver for each block"),
