@@ -94,7 +94,11 @@ def read_tensors(folder: Path, skip: Iterable[str] = ()) -> Tensors:
     return tensors
 
 
-def _header_of(path: Path) -> Tensors:
+def header_of(path: Path) -> tuple[int, dict[str, Any]]:
+    """Where the tensors of a safetensors file begin, and the entries of its header by name.
+
+    Raises ModelError for a file that isn't one.
+    """
     try:
         with path.open("rb") as file:
             (size,) = struct.unpack("<Q", file.read(8))
@@ -102,9 +106,20 @@ def _header_of(path: Path) -> Tensors:
                 raise ValueError(f"its header claims {size} bytes")
             header: dict[str, Any] = json.loads(file.read(size))
         header.pop("__metadata__", None)
-        return {name: TensorInfo(entry["dtype"], tuple(entry["shape"])) for name, entry in header.items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, struct.error) as error:
-        raise ModelError(f"{path} can't be read: {error}.", help="Is the download complete?") from None
+    except (OSError, ValueError, TypeError, AttributeError, struct.error) as error:
+        raise _unreadable(path, error) from None
+    return 8 + size, header
+
+
+def _header_of(path: Path) -> Tensors:
+    try:
+        return {name: TensorInfo(entry["dtype"], tuple(entry["shape"])) for name, entry in header_of(path)[1].items()}
+    except (KeyError, TypeError) as error:
+        raise _unreadable(path, error) from None
+
+
+def _unreadable(path: Path, error: Exception) -> ModelError:
+    return ModelError(f"{path} can't be read: {error}.", help="Is the download complete?")
 
 
 def refuse_scheme(raw: Mapping[str, Any], *, fp8: bool) -> None:

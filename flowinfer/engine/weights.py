@@ -1,4 +1,7 @@
-"""Reads tensors of a Hugging Face folder by name, from one or many safetensors files, without copying the files."""
+"""Reads tensors of a Hugging Face folder by name, from one or many safetensors files, without copying the files.
+
+For a CPU the files are mapped; for a card their bytes go straight to where the model wants them, see card_reader.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flowinfer.engine.formats import INDEX, TensorInfo, check_plain
+from flowinfer.engine.card_reader import CardReader
+from flowinfer.engine.formats import INDEX, TensorInfo, check_plain, header_of
 from flowinfer.engine.manifest import HEAD
 from flowinfer.errors import ModelError
 
@@ -27,6 +31,7 @@ _NAMES = {
     torch.int8: "I8",
     torch.uint8: "U8",
 }
+_DTYPES = {name: dtype for dtype, name in _NAMES.items()} | {"I64": torch.int64, "I32": torch.int32, "BOOL": torch.bool}
 
 
 class Weights:
@@ -40,28 +45,58 @@ class Weights:
         self._handles: dict[Path, Any] = {}
         self._places = _places(folder)
         self._taken: set[str] = set()
+        self._headers: dict[Path, tuple[int, dict[str, Any]]] = {}
+        self._reader = CardReader(device) if device.type == "cuda" else None
 
     def __enter__(self) -> Weights:
         return self
 
     def __exit__(self, *exc: object) -> None:
+        if self._reader is not None:
+            self._reader.close()
         self._handles.clear()
         self._files.close()
 
     def __contains__(self, name: str) -> bool:
         return name in self._places
 
-    def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
+    def take(self, name: str, shape: tuple[int, ...], *, out: Tensor | None = None) -> Tensor:
         """The tensor in the wanted dtype on the device. Raises ModelError naming one that is missing or misshapen.
 
-        So it does for one of few bits: without its scales, its numbers mean nothing.
+        So it does for one of few bits: without its scales, its numbers mean nothing.  out: memory for it, contiguous
+        and of the wanted dtype; what is read there may be used after `settle`. Without it, a CPU maps the file.
         """
-        tensor = self._read(name)
-        if tuple(tensor.shape) != shape:
-            raise ModelError(f"{self.folder}: {name} has shape {list(tensor.shape)}, expected {list(shape)}.")
-        check_plain(f"{self.folder}: {name}", info_of(tensor))
+        info = self._info(name)
+        if info.shape != shape:
+            raise ModelError(f"{self.folder}: {name} has shape {list(info.shape)}, expected {list(shape)}.")
+        check_plain(f"{self.folder}: {name}", info)
         self._taken.add(name)
-        return tensor.to(self.device, self.dtype)
+        if self._reader is None:
+            mapped = self._read(name)
+            return mapped.to(self.device, self.dtype) if out is None else out.copy_(mapped)
+        if _DTYPES[info.dtype] is not self.dtype:
+            stored = self.moved(name)
+            return stored.to(self.dtype) if out is None else out.copy_(stored)
+        if out is not None:
+            self._start(name, out)
+            return out
+        return self.moved(name)
+
+    def settle(self) -> None:
+        """What was taken into memory of the caller is there for all that is queued on the device from now on."""
+        if self._reader is not None:
+            self._reader.settle()
+
+    def moved(self, name: str) -> Tensor:
+        """The tensor on the device, in the file's dtype. Raises ModelError naming a missing tensor."""
+        if self._reader is None:
+            return self.raw(name).to(self.device)
+        info = self._info(name)
+        tensor = torch.empty(info.shape, dtype=_DTYPES[info.dtype], device=self.device)
+        self._start(name, tensor)
+        self._reader.settle()
+        self._taken.add(name)
+        return tensor
 
     def raw(self, name: str) -> Tensor:
         """The tensor as the file has it. Raises ModelError naming a missing tensor."""
@@ -81,10 +116,34 @@ class Weights:
                 f"{self.folder}: unexpected tensors: {_list(left)}.", help="Does config.json belong to these weights?"
             )
 
-    def _read(self, name: str) -> Tensor:
+    def _info(self, name: str) -> TensorInfo:
+        entry = self._header(self._place(name))[1].get(name)
+        if entry is None:
+            raise self._missing(name)
+        return TensorInfo(entry["dtype"], tuple(entry["shape"]))
+
+    def _header(self, path: Path) -> tuple[int, dict[str, Any]]:
+        if path not in self._headers:
+            self._headers[path] = header_of(path)
+        return self._headers[path]
+
+    def _start(self, name: str, out: Tensor) -> None:
+        path = self._place(name)
+        first, entries = self._header(path)
+        assert self._reader is not None, "for a card"
+        self._reader.read(path, first + entries[name]["data_offsets"][0], out)
+
+    def _place(self, name: str) -> Path:
         if name not in self:
-            raise ModelError(f"{self.folder}: tensor {name} is missing.", help="Are all files of the model there?")
-        tensor: Tensor = self._handle(self._places[name]).get_tensor(name)
+            raise self._missing(name)
+        return self._places[name]
+
+    def _missing(self, name: str) -> ModelError:
+        return ModelError(f"{self.folder}: tensor {name} is missing.", help="Are all files of the model there?")
+
+    def _read(self, name: str) -> Tensor:
+        place = self._place(name)
+        tensor: Tensor = self._handle(place).get_tensor(name)
         return tensor
 
     def _handle(self, path: Path) -> Any:

@@ -94,14 +94,14 @@ class _Loader:
     def _built(self, progress: Progress | None) -> Model:
         config, weights = self.config, self.weights
         shape = (config.vocab_size, config.hidden_size)
-        embed_VH = self._own(weights.take("model.embed_tokens.weight", shape))
+        embed_VH = self._joined([("model.embed_tokens.weight", shape[0])], shape[1])
         layers = []
         for index in range(config.num_layers):
             layers.append(self._layer(index))
             if progress:
                 progress(index + 1, config.num_layers)
         norm_H = self._vector("model.norm.weight", config.hidden_size)
-        head_VH = embed_VH if config.tied_embeddings else self._own(weights.take("lm_head.weight", shape))
+        head_VH = embed_VH if config.tied_embeddings else self._joined([("lm_head.weight", shape[0])], shape[1])
         weights.finish(ignore=(*_HARMLESS, "lm_head.weight") if config.tied_embeddings else _HARMLESS)
         rope = Rope(config, dtype=weights.dtype, device=weights.device)
         if self.fused:
@@ -143,8 +143,7 @@ class _Loader:
         mixtral = config.family.moe == "mixtral"
         block = f"{name}block_sparse_moe." if mixtral else f"{name}mlp."
         parts = ("w1", "w3", "w2") if mixtral else ("gate_proj", "up_proj", "down_proj")
-        gate = self.weights.take(f"{block}gate.weight", (config.num_experts, config.hidden_size))
-        router = self.make(self._own(gate), None)
+        router = self.make(self._joined([(f"{block}gate.weight", config.num_experts)], config.hidden_size), None)
         if self.fused:
             weights = self._stacked(f"{block}experts.", parts)
             return StackedExperts(
@@ -155,15 +154,15 @@ class _Loader:
 
     def _stacked(self, name: str, parts: tuple[str, str, str]) -> tuple[Tensor, Tensor]:
         """gate and up [E, 2 I, H], down [E, H, I]; each tensor goes straight to its place."""
-        config, weights = self.config, self.weights
+        config, take = self.config, self.weights.take
         num, width, hidden = config.num_experts, config.expert_size, config.hidden_size
-        gate_up = torch.empty(num, 2 * width, hidden, dtype=weights.dtype, device=weights.device)
-        down = torch.empty(num, hidden, width, dtype=weights.dtype, device=weights.device)
+        gate_up, down = self._empty(num, 2 * width, hidden), self._empty(num, hidden, width)
         for i in range(num):
             gate, up, out = (f"{name}{i}.{part}.weight" for part in parts)
-            gate_up[i, :width] = weights.take(gate, (width, hidden))
-            gate_up[i, width:] = weights.take(up, (width, hidden))
-            down[i] = weights.take(out, (hidden, width))
+            take(gate, (width, hidden), out=gate_up[i, :width])
+            take(up, (width, hidden), out=gate_up[i, width:])
+            take(out, (hidden, width), out=down[i])
+        self.weights.settle()
         return gate_up, down
 
     def _ffn(self, name: str, parts: tuple[str, str, str], width: int) -> GatedFFN:
@@ -174,18 +173,24 @@ class _Loader:
 
     def _linear(self, names: list[str], size_in: int, *sizes_out: int, bias: bool = False) -> Projection:
         """One product over the rows of several tensors."""
-        pairs = list(zip(names, sizes_out, strict=True))
-        rows = [self.weights.take(f"{name}.weight", (size, size_in)) for name, size in pairs]
-        weight = torch.cat(rows) if len(rows) > 1 else self._own(rows[0])
-        biases = [self.weights.take(f"{name}.bias", (size,)) for name, size in pairs] if bias else []
-        return self.pack(weight, torch.cat(biases) if biases else None)
+        parts = list(zip(names, sizes_out, strict=True))
+        weight = self._joined([(f"{name}.weight", size) for name, size in parts], size_in)
+        return self.pack(weight, self._joined([(f"{name}.bias", size) for name, size in parts]) if bias else None)
 
     def _vector(self, name: str, size: int) -> Tensor:
-        return self._own(self.weights.take(name, (size,)))
+        return self._joined([(name, size)])
 
-    def _own(self, tensor: Tensor) -> Tensor:
-        """A copy out of the mapped file, unless conversion made one: a view would keep the whole file mapped."""
-        return tensor.clone()
+    def _joined(self, parts: list[tuple[str, int]], *rest: int) -> Tensor:
+        """Tensors one below the other, in memory of their own: a view of the file would keep all of it mapped."""
+        joined, first = self._empty(sum(rows for _, rows in parts), *rest), 0
+        for name, rows in parts:
+            self.weights.take(name, (rows, *rest), out=joined[first : first + rows])
+            first += rows
+        self.weights.settle()
+        return joined
+
+    def _empty(self, *shape: int) -> Tensor:
+        return torch.empty(shape, dtype=self.weights.dtype, device=self.weights.device)
 
 
 def _can_fuse(device: torch.device, dtype: torch.dtype) -> bool:

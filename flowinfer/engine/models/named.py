@@ -102,14 +102,17 @@ class RandomWeights:
         self.dtype, self.device = dtype, device
         self._generator = torch.Generator(device).manual_seed(seed)
 
-    def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """A new tensor of this shape."""
+    def take(self, name: str, shape: tuple[int, ...], *, out: Tensor | None = None) -> Tensor:
+        """A new tensor of this shape, or `out` filled."""
         import torch
 
+        made = torch.empty(shape, dtype=self.dtype, device=self.device) if out is None else out
         if name.endswith(("norm.weight", "bias")):
-            return torch.full(shape, float(name.endswith("weight")), dtype=self.dtype, device=self.device)
-        empty = torch.empty(shape, dtype=self.dtype, device=self.device)
-        return empty.normal_(0, _STD, generator=self._generator)
+            return made.fill_(float(name.endswith("weight")))
+        return made.normal_(0, _STD, generator=self._generator)
+
+    def settle(self) -> None:
+        """Nothing is ever under way."""
 
     def finish(self, ignore: tuple[str, ...] = ()) -> None:
         """Nothing is ever left over."""
