@@ -38,6 +38,7 @@ TABLE: tuple[Needs, ...] = (
     Needs("activation", (8, 0), _FLOATS, "torch.nn.functional.silu"),
     Needs("experts", (8, 0), _FLOATS, "a loop over experts"),
     Needs("indexer_topk", (8, 0), _FLOATS, "a product over all entries, and a stable sort"),
+    Needs("sparse_attention", (8, 0), _FLOATS, "window keys and entries are gathered, then torch's products"),
     Needs("greedy", (8, 0), _FLOATS, "torch.max"),
     Needs("draw", (8, 0), _FLOATS, "sampling: a sort of each row, and a wait for the host"),
     Needs("verify_attention", (8, 0), _FLOATS, "prefill_attention, a launch at a time, and a wait for the host"),
