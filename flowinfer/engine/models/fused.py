@@ -71,6 +71,9 @@ class FusedModel(Model):
         self.head_VH = head_VH
         self.heads = Heads(config.num_heads, config.num_kv_heads, config.head_dim)
         self._rope_PD = (rope.cos_PD, rope.sin_PD)
+        self._take(layers)
+
+    def _take(self, layers: list[Layer]) -> None:
         self._qkv = [_plain(layer.qkv) for layer in layers]
         self._out = [_plain(layer.out) for layer in layers]
         self._ffn = [_feed_forward(layer.ffn) for layer in layers]
@@ -94,14 +97,13 @@ class FusedModel(Model):
         eps, delta = self.config.norm_eps, None
         for index, layer in enumerate(self._layers):
             x, normed = rms_norm(x, layer.input_norm_H, eps, delta=delta)
-            attended = self._attend(F.linear(normed, *self._qkv[index]), batch, kv, scratch, index)
-            x, normed = rms_norm(x, layer.post_norm_H, eps, delta=_product(attended, self._out[index]))
-            ffn = self._ffn[index]
+            attended = self._attend(self._project(normed, index), batch, kv, scratch, index)
+            x, normed = rms_norm(x, layer.post_norm_H, eps, delta=self._output(attended, index))
+            ffn = layer.ffn
             if isinstance(ffn, StackedExperts):
-                routing = self._bucketed(F.linear(normed, *_plain(ffn.router)), ffn, chosen)
-                delta = weighted(gather_gated(normed, ffn.gate_up_EOH, routing), ffn.down_EHI, routing)
+                delta = self._routed(normed, ffn, self._bucketed(F.linear(normed, *_plain(ffn.router)), ffn, chosen))
             else:
-                delta = self._dense(normed, ffn)
+                delta = self._dense(normed, index, split=True)
         _, normed = rms_norm(x, self._norm_H, eps, delta=delta)
         return F.linear(normed, self.head_VH)
 
@@ -117,7 +119,41 @@ class FusedModel(Model):
             chosen.append(ids)
         return routing
 
-    def _dense(self, normed: Tensor, ffn: tuple[Weight, Weight]) -> Tensor:
+    # ----------------------------------------------------------------------------------- products, by plain weights
+
+    def _project(self, normed: Tensor, index: int) -> Tensor:
+        """q, k and v of a layer, [T, (N + 2 K) D]."""
+        return F.linear(normed, *self._qkv[index])
+
+    def _output(self, attended: Tensor, index: int) -> Tensor:
+        """[T, H], or parts of it that the norm behind sums."""
+        return _product(attended, self._out[index])
+
+    def _output_of(self, parts: list[Tensor], counts: tuple[int, ...], index: int) -> Tensor:
+        """[T, H] of what sequences of so many tokens attended to."""
+        out = self._out[index]
+        if len(parts) == 1 or out.bias is not None:
+            return F.linear(torch.cat(parts) if len(parts) > 1 else parts[0], *out)
+        whole = parts[0].new_empty(sum(counts), self.config.hidden_size)
+        for part, place in zip(parts, whole.split(counts), strict=True):
+            torch.mm(part, out.weight.t(), out=place)
+        return whole
+
+    def _routed(self, normed: Tensor, ffn: StackedExperts, routing: Routing) -> Tensor:
+        """[T * top, H]: each token's experts one after the other, weighted."""
+        return weighted(gather_gated(normed, ffn.gate_up_EOH, routing), ffn.down_EHI, routing)
+
+    def _mixture(self, normed: Tensor, ffn: StackedExperts, x: Tensor) -> Tensor:
+        """x + experts(normed), written over x, for any number of tokens."""
+        logits = F.linear(normed, *_plain(ffn.router))
+        return experts(
+            normed, logits, ffn.gate_up_EOH, ffn.down_EHI, x, ffn.per_token, norm_topk=ffn.norm_topk, load_E=ffn.load_E
+        )
+
+    def _dense(self, normed: Tensor, index: int, *, split: bool = False) -> Tensor:
+        """[T, H]; with split it may be parts that the norm behind sums."""
+        ffn = self._ffn[index]
+        assert not isinstance(ffn, StackedExperts), "experts have a way of their own"
         gate_up, down = ffn
         if normed.shape[0] <= FEW_ROWS and gate_up.bias is None:
             return _product(skinny_linear(normed, gate_up.weight, gated=True), down)
@@ -133,21 +169,15 @@ class FusedModel(Model):
         x = F.embedding(step.tokens, self._embed_VH)
         for index, layer in enumerate(self._layers):
             x, normed = rms_norm(x, layer.input_norm_H, eps, delta=delta)
-            qkv = F.linear(normed, *self._qkv[index])
+            qkv = self._project(normed, index)
             qk = self._write(qkv, kv, shared, index)
             if step.logit_rows is None and index == len(self._layers) - 1:
                 return None  # keys and values were all that was wanted: what follows in the last layer serves logits
             x, normed = rms_norm(x, layer.post_norm_H, eps, delta=self._attended(qk, qkv, kv, shared, index))
-            ffn = self._ffn[index]
-            if isinstance(ffn, StackedExperts):
-                logits = F.linear(normed, *_plain(ffn.router))
-                x = experts(
-                    normed, logits, ffn.gate_up_EOH, ffn.down_EHI, x, ffn.per_token, norm_topk=ffn.norm_topk,
-                    load_E=ffn.load_E,
-                )  # fmt: skip
-                delta = None
+            if isinstance(layer.ffn, StackedExperts):
+                x, delta = self._mixture(normed, layer.ffn, x), None
             else:
-                delta = self._dense(normed, ffn)
+                delta = self._dense(normed, index)
             if step.wants(index):
                 step.give(index, _at(step.logit_rows, x, delta))
         assert step.logit_rows is not None, "a step without logits has returned from its last layer"
@@ -181,17 +211,10 @@ class FusedModel(Model):
 
     def _attended(self, qk: Tensor, qkv: Tensor, kv: Tensor, shared: _Step, index: int) -> Tensor:
         """Attention and its output projection, [T, H]."""
-        out = self._out[index]
         if shared.own is None:
             assert shared.tiling is not None
-            return F.linear(prefill_attention(qk, kv, index, self.heads, shared.tiling), *out)
-        parts = attend_own(qk, qkv, self.heads, shared.own)
-        if len(parts) == 1 or out.bias is not None:
-            return F.linear(torch.cat(parts) if len(parts) > 1 else parts[0], *out)
-        whole = qkv.new_empty(qkv.shape[0], self.config.hidden_size)
-        for part, place in zip(parts, whole.split(shared.own), strict=True):
-            torch.mm(part, out.weight.t(), out=place)
-        return whole
+            return self._output(prefill_attention(qk, kv, index, self.heads, shared.tiling), index)
+        return self._output_of(attend_own(qk, qkv, self.heads, shared.own), shared.own, index)
 
 
 def attend_own(qk: Tensor, qkv: Tensor, heads: Heads, counts: tuple[int, ...]) -> list[Tensor]:
