@@ -44,6 +44,7 @@ TABLE: tuple[Needs, ...] = (
     Needs("verify_attention", (8, 0), _FLOATS, "prefill_attention, a launch at a time, and a wait for the host"),
     Needs("verify", (8, 0), _FLOATS, "spec-verify counts drafts that hold on the host"),
     Needs("ngram", (8, 0), _FLOATS, "spec-verify looks drafts up on the host"),
+    Needs("dequantize", (8, 0), _FLOATS, "a table look-up and a product in float32"),
     Needs("copy_blocks", (8, 0), ("bfloat16", "float32", "float16"), "a copy by the driver for each block"),
     Needs("grouped_mm", (9, 0), ("bfloat16",), "experts: the Triton product", triton=False, torch_op="_grouped_mm"),
 )

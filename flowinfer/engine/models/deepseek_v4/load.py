@@ -174,20 +174,24 @@ class _Loader:
         """A weight in the model's dtype, dequantized where the file has scales for it."""
         base = name.removesuffix(".weight")
         place = self.place(f"{base}.weight")
-        stored = self.weights.raw(place)
+        stored = self.weights.moved(place)
         named = next((s for s in (self.place(base + end) for end in SCALES) if s in self.weights), None)
-        scale = None if named is None else self.weights.raw(named)
+        scale = None if named is None else self.weights.moved(named)
         block = self.config.scale_block
         scaled = None if scale is None else info_of(scale)
         weight_format(f"{self.weights.folder}: {place}", info_of(stored), scaled, block)
         if scale is not None:
-            stored = dequantize(stored, scale, block)
-        return self.checked(place, stored, (rows, columns)).to(self.weights.device, self.weights.dtype, copy=True)
+            return self.checked(place, dequantize(stored, scale, block, dtype=self.weights.dtype), (rows, columns))
+        return self.owned(self.checked(place, stored, (rows, columns)), self.weights.dtype)
 
     def exact(self, name: str, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Tensor:
         """Norms, biases and mixing weights stay float32 whatever the model's dtype is."""
         place = self.place(name)
-        return self.checked(place, self.weights.raw(place), shape).to(self.weights.device, dtype, copy=True)
+        return self.owned(self.checked(place, self.weights.moved(place), shape), dtype)
+
+    def owned(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+        """In memory of its own: what a CPU reads is a view of the file, which would keep all of it mapped."""
+        return tensor.to(dtype, copy=tensor.device.type == "cpu")
 
     def checked(self, name: str, tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
         if tuple(tensor.shape) != shape:

@@ -9,23 +9,24 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flowinfer.engine.formats import BLOCK, FP4_COLUMNS, Block
+from flowinfer.engine.formats import BLOCK, Block
+from flowinfer.kernels import arch
+from flowinfer.kernels.dequantize.reference import dequantize_reference
 
-_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 FP8_MAX = 448.0
 
 
-def dequantize(weight: Tensor, scale: Tensor, block: Block = BLOCK) -> Tensor:
-    """float32 [rows, columns] of weight float8 [rows, columns] or packed int8 [rows, columns / 2] and its scales.
+def dequantize(weight: Tensor, scale: Tensor, block: Block = BLOCK, *, dtype: torch.dtype = torch.float32) -> Tensor:
+    """[rows, columns] of weight float8 [rows, columns] or packed int8 [rows, columns / 2] and its scales.
 
-    block: rows and columns of a square of float8. Shapes and dtypes are those that formats.weight_format accepts.
+    block: rows and columns of a square of float8. Shapes and dtypes are those that formats.weight_format accepts. On a
+    card by one kernel, elsewhere by way of float32.
     """
-    packed = weight.dtype in (torch.int8, torch.uint8)
-    values = _unpack(weight) if packed else weight.float()
-    rows, columns = values.shape
-    high, wide = (1, FP4_COLUMNS) if packed else block
-    spread = scale.float().repeat_interleave(high, 0)[:rows].repeat_interleave(wide, 1)[:, :columns]
-    return values * spread
+    if arch.supported("dequantize", str(weight.device), str(dtype).removeprefix("torch.")):
+        from flowinfer.kernels.dequantize import dequantize as by_kernel
+
+        return by_kernel(weight.contiguous(), scale.contiguous(), block, dtype=dtype)
+    return dequantize_reference(weight, scale, block).to(dtype)
 
 
 def quantize_fp8(weight: Tensor, side: int = 128) -> tuple[Tensor, Tensor]:
@@ -37,11 +38,3 @@ def quantize_fp8(weight: Tensor, side: int = 128) -> tuple[Tensor, Tensor]:
     scale = torch.exp2((squares.abs().amax((1, 3)).clamp(min=1e-12) / FP8_MAX).log2().ceil())
     spread = scale.repeat_interleave(side, 0)[:rows].repeat_interleave(side, 1)[:, :columns]
     return (weight.float() / spread).to(torch.float8_e4m3fn), scale
-
-
-def _unpack(packed: Tensor) -> Tensor:
-    """float32 [rows, 2 * columns] of pairs of E2M1."""
-    codes = packed.view(torch.uint8)
-    pairs = torch.stack((codes & 15, codes >> 4), -1).flatten(-2).long()
-    table = torch.tensor(_E2M1 + tuple(-value for value in _E2M1), device=packed.device)
-    return table[pairs]
