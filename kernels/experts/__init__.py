@@ -69,16 +69,18 @@ def gather_gated(
     norm_H: Tensor | None = None,
     eps: float = 0.0,
     fixed: bool = False,
+    limit: float = 0.0,
 ) -> Tensor:
     """[P, I]: silu(gate) * up of each pair's token by its expert; gate_up [E, 2 I, H]. norm_H as in skinny_linear.
 
+    limit, where not 0: gate is held below it and up within it (DeepSeek-V4).
     fixed: tiles of one shape whatever the number of rows, so that a row's bytes don't depend on the others.
     """
     from flowinfer.kernels.experts.triton import launch_gated
 
     top = routing.experts.shape[1]
     out = x_TH.new_empty(x_TH.shape[0] * top, gate_up_EOH.shape[1] // 2)
-    launch_gated(x_TH, gate_up_EOH, routing, norm_H, eps, out, fixed)
+    launch_gated(x_TH, gate_up_EOH, routing, norm_H, eps, out, fixed, limit)
     return out
 
 

@@ -24,7 +24,7 @@ def launch_bucket(ids, pairs, counts):
     _bucket[(counts.shape[0],)](ids, pairs, counts, num_pairs, BLOCK=block, num_warps=4 if block > 256 else 1)
 
 
-def launch_gated(x, gate_up, routing, norm, eps, out, fixed=False):
+def launch_gated(x, gate_up, routing, norm, eps, out, fixed=False, limit=0.0):
     """Arguments as checked by gather_gated."""
     num_experts, width, hidden = gate_up.shape
     block_m, block_n, block_k, warps, stages = (
@@ -33,9 +33,9 @@ def launch_gated(x, gate_up, routing, norm, eps, out, fixed=False):
     )  # fmt: skip
     grid = _most_blocks(out.shape[0], num_experts, block_m), triton.cdiv(width // 2, block_n)
     _gated[grid](
-        x, gate_up, norm, routing.pairs, routing.counts, out, out.shape[0], width // 2, hidden, num_experts, eps,
+        x, gate_up, norm, routing.pairs, routing.counts, out, out.shape[0], width // 2, hidden, num_experts, eps, limit,
         TOP=routing.experts.shape[1], BE=triton.next_power_of_2(num_experts), BM=block_m, BN=block_n, BK=block_k,
-        NORM=norm is not None, EVEN=hidden % block_k == 0 and width // 2 % block_n == 0,
+        LIMIT=limit != 0, NORM=norm is not None, EVEN=hidden % block_k == 0 and width // 2 % block_n == 0,
         num_warps=warps, num_stages=stages,
     )  # fmt: skip
 
@@ -156,8 +156,8 @@ def _locate(counts, block, num_experts, BE: tl.constexpr, BM: tl.constexpr):
 
 @triton.jit
 def _gated(
-    x, gate_up, norm, pairs, counts, out, num_pairs, N, H, num_experts, eps,
-    TOP: tl.constexpr, BE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    x, gate_up, norm, pairs, counts, out, num_pairs, N, H, num_experts, eps, limit,
+    LIMIT: tl.constexpr, TOP: tl.constexpr, BE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     NORM: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
     expert, first, rows = _locate(counts, tl.program_id(0), num_experts, BE, BM)
@@ -194,6 +194,9 @@ def _gated(
             root = tl.rsqrt(squares / H + eps)[:, None]
             gate *= root
             up *= root
+        if LIMIT:
+            gate = tl.minimum(gate, limit)
+            up = tl.minimum(tl.maximum(up, -limit), limit)
         value = gate / (1.0 + tl.exp(-gate)) * up
         at = out + pair.to(tl.int64)[:, None] * N + n[None, :]
         tl.store(at, value.to(out.dtype.element_ty), mask=in_m[:, None] & (n < N)[None, :])
