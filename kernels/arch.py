@@ -5,6 +5,7 @@ Leaves the choice of tiles to the kernels. Imports neither torch nor triton unti
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib.util import find_spec
@@ -16,7 +17,10 @@ Capability = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """An op's requirements. capability: the least one; dtypes: of weights and KV; fallback: what runs instead."""
+    """An op's requirements. capability: the least one; dtypes: of weights and KV; fallback: what runs instead.
+
+    alone: only that generation of cards has the instructions.
+    """
 
     op: str
     capability: Capability
@@ -24,6 +28,8 @@ class Needs:
     fallback: str
     triton: bool = True
     torch_op: str = ""  # of the torch namespace, where the kernel is torch's own
+    cute: bool = False  # compiled by the CuTe DSL
+    alone: bool = False
 
 
 _FLOATS = ("bfloat16", "float32")
@@ -37,8 +43,14 @@ TABLE: tuple[Needs, ...] = (
     Needs("rope", (8, 0), _FLOATS, "engine.models.rope.rotate"),
     Needs("activation", (8, 0), _FLOATS, "torch.nn.functional.silu"),
     Needs("experts", (8, 0), _FLOATS, "a loop over experts"),
+    Needs("fp8_linear", (8, 9), ("bfloat16",), "weights as the model's dtype; `weights: fp8` is refused"),
+    Needs("fp8_experts", (8, 9), ("bfloat16",), "weights as the model's dtype; `weights: fp8` is refused"),
     Needs("indexer_topk", (8, 0), _FLOATS, "a product over all entries, and a stable sort"),
     Needs("sparse_attention", (8, 0), _FLOATS, "window keys and entries are gathered, then torch's products"),
+    Needs("compressor", (8, 0), _FLOATS, "groups are gathered, then pooled by torch"),
+    Needs("hyper_connections", (8, 0), _FLOATS, "engine.models.deepseek_v4.ops"),
+    Needs("norm_turn", (8, 0), _FLOATS, "engine.models.deepseek_v4.ops"),
+    Needs("router", (8, 0), _FLOATS, "engine.models.deepseek_v4.ops, and torch.topk"),
     Needs("greedy", (8, 0), _FLOATS, "torch.max"),
     Needs("draw", (8, 0), _FLOATS, "sampling: a sort of each row, and a wait for the host"),
     Needs("verify_attention", (8, 0), _FLOATS, "prefill_attention, a launch at a time, and a wait for the host"),
@@ -46,6 +58,14 @@ TABLE: tuple[Needs, ...] = (
     Needs("ngram", (8, 0), _FLOATS, "spec-verify looks drafts up on the host"),
     Needs("dequantize", (8, 0), _FLOATS, "a table look-up and a product in float32"),
     Needs("copy_blocks", (8, 0), ("bfloat16", "float32", "float16"), "a copy by the driver for each block"),
+    Needs(
+        "grouped_experts",
+        (9, 0),
+        ("bfloat16",),
+        "grouped_mm, with passes of its own for gather and gate",
+        cute=True,
+        alone=True,
+    ),
     Needs("grouped_mm", (9, 0), ("bfloat16",), "experts: the Triton product", triton=False, torch_op="_grouped_mm"),
 )
 BY_OP = {needs.op: needs for needs in TABLE}
@@ -58,8 +78,12 @@ def missing(needs: Needs, capability: Capability | None, dtype: str) -> str:
     if capability < needs.capability:
         wanted, got = (".".join(map(str, c)) for c in (needs.capability, capability))
         return f"compute capability {wanted} (this card has {got})"
+    if needs.alone and capability[0] != needs.capability[0]:
+        return f"the instructions of compute capability {needs.capability[0]}.x (this card has {capability[0]}.x)"
     if needs.triton and not has_triton():
         return "the package triton"
+    if needs.cute and not has_cute():
+        return "the package nvidia-cutlass-dsl"
     if dtype not in needs.dtypes:
         return f"{' or '.join(needs.dtypes)} (got {dtype})"
     if needs.torch_op and not _torch_has(needs.torch_op):
@@ -83,6 +107,12 @@ def supported(op: str, device: str, dtype: str) -> bool:
 def has_triton() -> bool:
     """Whether Triton can be imported."""
     return find_spec("triton") is not None
+
+
+@lru_cache
+def has_cute() -> bool:
+    """Whether the CuTe DSL can be imported, or a library of its kernels was named."""
+    return bool(os.environ.get("FLOWINFER_GROUPED_EXPERTS")) or find_spec("nvidia_cutlass_dsl") is not None
 
 
 def capability_of(device: str) -> Capability | None:

@@ -1,12 +1,13 @@
 """Where the tokens of a step stand, for kernels that take prefill, verify and decode alike: a program asks for its own.
 
-Dimensions: T tokens, S sequences.
+Dimensions: T tokens, S sequences, R channels that are rotated.
 """
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 
@@ -42,3 +43,18 @@ class TokenRows(NamedTuple):
         return TokenRows(
             slots, positions, firsts, ends, window_from, entries_from, self.block_tables, self.block_tokens, self.single
         )
+
+
+class Turn(NamedTuple):
+    """Rotations of each token, float32 [T, R / 2] each, for neighbouring pairs of the last R channels."""
+
+    cos: Tensor
+    sin: Tensor
+
+
+def turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """The last channels rotated, for references; cos and sin broadcast against [..., R / 2]."""
+    count = 2 * cos.shape[-1]
+    even, odd = x[..., -count:].unflatten(-1, (-1, 2)).unbind(-1)
+    pairs = torch.stack((even * cos - odd * sin, odd * cos + even * sin), -1).flatten(-2)
+    return torch.cat((x[..., :-count], pairs), -1)

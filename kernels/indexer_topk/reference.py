@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 def index_scores_reference(q_HD: Tensor, weights_H: Tensor, keys_ED: Tensor) -> Tensor:
     """[E]: scores of the entries for one token, in the dtype of the arguments."""
     products = F.relu(q_HD @ keys_ED.t()) * q_HD.shape[-1] ** -0.5
-    return (products * weights_H.unsqueeze(1)).sum(0)
+    scores: Tensor = (products * weights_H.unsqueeze(1)).sum(0)
+    return scores
 
 
 def indexer_topk_reference(

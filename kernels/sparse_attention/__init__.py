@@ -17,19 +17,12 @@ from torch import Tensor
 
 from flowinfer.errors import KernelUnsupported
 from flowinfer.kernels.sparse_attention.reference import sparse_attention_reference
-from flowinfer.kernels.token_rows import TokenRows
+from flowinfer.kernels.token_rows import TokenRows, Turn
 
-__all__ = ["Parts", "Turn", "num_splits", "sparse_attention", "sparse_attention_reference", "tile_keys"]
+__all__ = ["Parts", "num_splits", "sparse_attention", "sparse_attention_reference", "tile_keys"]
 
 SPLIT_TILES = 4  # 256 keys in bfloat16: 128 of the window and 512 entries are three splits
 PROGRAMS = 2 * 132  # from which splits of a token gain nothing by running side by side
-
-
-class Turn(NamedTuple):
-    """Rotations, float32 [T, R / 2] each, of neighbouring pairs of the last R channels."""
-
-    cos: Tensor
-    sin: Tensor
 
 
 class Parts(NamedTuple):
@@ -62,10 +55,11 @@ def sparse_attention(
 
     q [T, N, D], rotated, its last two dimensions contiguous; window [blocks, block_tokens, D] and entries [blocks,
     block_tokens / rate, D] sections of one arena, of q's dtype. A token at position p sees window keys after p - reach
-    up to itself, not before rows.window_from; of entries all n = (p + 1) // rate that are complete or, with chosen int32
-    [T, K], those of the first min(n, K) numbers there. sinks_N float32: a logit a head that takes part in the softmax and adds nothing. turn: the
-    result's last R channels are turned back by it. parts: lets splits run side by side where tokens are few; changes no
-    byte. Sums are float32. Raises KernelUnsupported for dtypes, strides or sizes that don't fit.
+    up to itself, not before rows.window_from; of entries all n = (p + 1) // rate that are complete or, with chosen
+    int32 [T, K], those of the first min(n, K) numbers there. sinks_N float32: a logit a head that takes part in the
+    softmax and adds nothing. turn: the result's last R channels are turned back by it. parts: lets splits run side by
+    side where tokens are few; changes no byte. Sums are float32.
+    Raises KernelUnsupported for dtypes, strides or sizes that don't fit.
     """
     from flowinfer.kernels.sparse_attention.triton import launch
 

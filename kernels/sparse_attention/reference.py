@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from flowinfer.kernels.token_rows import turned
+
 if TYPE_CHECKING:
-    from flowinfer.kernels.sparse_attention import Turn
-    from flowinfer.kernels.token_rows import TokenRows
+    from flowinfer.kernels.token_rows import TokenRows, Turn
 
 
 def sparse_attention_reference(
@@ -45,13 +46,5 @@ def sparse_attention_reference(
         shares = scores.softmax(-1)[:, -len(keys) :]
         out[t] = shares @ keys
         if turn is not None:
-            out[t] = turned_back(out[t], turn.cos[t].to(out.dtype), turn.sin[t].to(out.dtype))
+            out[t] = turned(out[t], turn.cos[t].to(out.dtype), -turn.sin[t].to(out.dtype))
     return out
-
-
-def turned_back(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """The last channels, in neighbouring pairs, rotated by minus the angle."""
-    count = 2 * cos.shape[-1]
-    even, odd = x[..., -count:].unflatten(-1, (-1, 2)).unbind(-1)
-    pairs = torch.stack((even * cos + odd * sin, odd * cos - even * sin), -1).flatten(-2)
-    return torch.cat((x[..., :-count], pairs), -1)

@@ -28,11 +28,11 @@ def launch(q, window, entries, rows, reach, rate, sinks, chosen, turn, parts, ou
     )  # fmt: skip
     sums, peaks = parts if apart else (None, None)
     cos, sin = turn if turn is not None else (None, None)
-    sizes = dict(
-        N=heads, D=size, BD=max(16, triton.next_power_of_2(size)), SPLIT=SPLIT_TILES, WINDOW_TILES=-(-reach // keys),
-        BK=keys, RATE=rate, CHOSEN=chosen is not None, ENTRIES=entries is not None,
-        TURNED=0 if turn is None else 2 * cos.shape[1],
-    )  # fmt: skip
+    sizes = {
+        "N": heads, "D": size, "BD": max(16, triton.next_power_of_2(size)), "SPLIT": SPLIT_TILES, "BK": keys,
+        "WINDOW_TILES": -(-reach // keys), "RATE": rate, "CHOSEN": chosen is not None, "ENTRIES": entries is not None,
+        "TURNED": 0 if turn is None else 2 * cos.shape[1],
+    }  # fmt: skip
     counts = (rows.slots, rows.positions, chosen, 0 if chosen is None else chosen.shape[1])
     warps, stages = LAUNCH or (8 if size >= 256 else 4, 2)
     _attend[(tokens, head_tiles, splits if apart else 1)](

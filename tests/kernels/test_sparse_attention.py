@@ -16,9 +16,9 @@ from v4_cases import DEVICE, DTYPES, near, random, section, token_rows, wide
 
 from flowinfer.errors import KernelUnsupported
 from flowinfer.kernels import sparse_attention as module
-from flowinfer.kernels.sparse_attention import Parts, Turn, num_splits, sparse_attention, sparse_attention_reference
+from flowinfer.kernels.sparse_attention import Parts, num_splits, sparse_attention, sparse_attention_reference
 from flowinfer.kernels.sparse_attention import triton as kernel
-from flowinfer.kernels.token_rows import TokenRows
+from flowinfer.kernels.token_rows import TokenRows, Turn
 
 torch.set_num_threads(1)
 
