@@ -44,6 +44,7 @@ class Settings:
     dtype: str = "auto"
     profile: Sequence[int] = ()
     batch_invariant: bool = False
+    weights: str = "checkpoint"
 
 
 @dataclass
@@ -121,7 +122,9 @@ class _Bench:
     ) -> None:  # fmt: skip
         self.settings, self.service, self.config, self.rates, self.tell = settings, service, config, rates, tell
         self.width = getattr(torch, dtype).itemsize
-        self.known = settings.config if settings.random_weights or settings.config in CONFIGS else ""
+        self.fp8 = settings.weights == "fp8"
+        named = settings.random_weights or settings.config in CONFIGS
+        self.known = settings.config if named and not self.fp8 else ""  # the bars are of bfloat16
 
     def decode(self, batch: int) -> Cell:
         steps, context = self.settings.steps, context_of(self.settings, batch)
@@ -136,7 +139,7 @@ class _Bench:
         host = seconds - (waits[-1] - waits[0]) / (len(waits) - 1)
         touched = self._touched()
         started = self._started_s() - before
-        ops = decode_ops(self.config, batch, context + steps / 2, touched=touched, width=self.width)
+        ops = decode_ops(self.config, batch, context + steps / 2, touched=touched, width=self.width, fp8=self.fp8)
         bar = bars.DECODE_MS.get(self.known, {}).get(batch)
         bar = bar if context == bars.CONTEXT.get(batch, bars.DEFAULT_CONTEXT) else None
         limit = roofline(ops, self.rates)
@@ -161,7 +164,8 @@ class _Bench:
         kernels = self._prefill_kernels(prompts) if self.settings.profile else []
         speed = num * tokens / statistics.median(times[1:])
         bar = bars.PREFILL_TOKENS_S.get(self.known) if (num, tokens) == bars.PREFILL else None
-        limit = num * tokens / roofline(prefill_ops(self.config, num, tokens, width=self.width), self.rates)
+        ops = prefill_ops(self.config, num, tokens, width=self.width, fp8=self.fp8)
+        limit = num * tokens / roofline(ops, self.rates)
         return Cell(
             name=f"prefill, {num} x {tokens}", value=speed, unit="tokens/s", bar=bar,
             ratio=speed / bar if bar else None, roofline=limit, share=speed / limit, kernels=kernels,
@@ -211,7 +215,7 @@ def _service(settings: Settings, path: str, config: ModelConfig, device: str, dt
     return EngineService(
         path, device=device, dtype=dtype, num_blocks=blocks, max_batch=max([*batches, 8]),
         max_tokens=min(_longest(settings), config.max_positions), chunk=CHUNK,
-        batch_invariant=settings.batch_invariant,
+        batch_invariant=settings.batch_invariant, weights=settings.weights,
     )  # fmt: skip
 
 

@@ -19,18 +19,17 @@ from flowinfer.errors import ModelError
 Format = Literal["plain", "fp8", "fp4"]
 
 
-def _no_floats(value: object) -> object:
-    if value in ("fp8", "fp4"):
-        units = "8.9" if value == "fp8" else "10.0"
+def _no_fp4(value: object) -> object:
+    if value == "fp4":
         raise ValueError(
-            f"{value} products need a GPU of compute capability {units} and a kernel that isn't there: leave `weights`"
+            "fp4 products need a GPU of compute capability 10.0 and a kernel that isn't there: leave `weights`"
             " out, and weights that are stored so become `dtype` as they are loaded"
         )
     return value
 
 
 # A setting: weights as they are stored, or quantized as they are loaded; `-only` keeps no copy for many rows.
-Weights = Annotated[Literal["checkpoint", "int8", "int4", "int8-only", "int4-only"], BeforeValidator(_no_floats)]
+Weights = Annotated[Literal["checkpoint", "fp8", "int8", "int4", "int8-only", "int4-only"], BeforeValidator(_no_fp4)]
 
 
 def numbers_of(weights: str) -> str:

@@ -16,7 +16,7 @@ from pathlib import Path
 import msgspec
 
 from flowinfer.engine import manifest
-from flowinfer.engine.formats import Format, check_stored, numbers_of, read_tensors
+from flowinfer.engine.formats import INSTEAD, Format, check_stored, numbers_of, read_tensors
 from flowinfer.engine.layout import BLOCK_TOKENS, KVLayout
 from flowinfer.engine.models.config import ModelConfig, read_config
 from flowinfer.engine.models.deepseek_v4.config import V4Config
@@ -141,9 +141,12 @@ def stored(path: Path, config: ModelConfig) -> dict[Format, int]:
     tensors = read_tensors(path, skip=(manifest.HEAD,))
     if not tensors and not wants_random(path):
         raise ModelError(f"{path} holds no *.safetensors.", help="Other weight formats must be converted first.")
-    if isinstance(config, V4Config):
-        return check_stored(tensors, scaled=True, block=config.scale_block)
-    return check_stored(tensors, scaled=False)
+    if config.scale_block is None:
+        return check_stored(tensors, scaled=False)
+    found = check_stored(tensors, scaled=True, block=config.scale_block)
+    if found.get("fp4") and not isinstance(config, V4Config):
+        raise ModelError("FP4 weights of this architecture aren't supported.", help=INSTEAD)
+    return found
 
 
 def describe(path: Path) -> ModelInfo:

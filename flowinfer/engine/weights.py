@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from flowinfer.engine.card_reader import CardReader
-from flowinfer.engine.formats import INDEX, TensorInfo, check_plain, header_of
+from flowinfer.engine.formats import INDEX, SCALES, Block, TensorInfo, check_plain, header_of, weight_format
 from flowinfer.engine.manifest import HEAD
 from flowinfer.errors import ModelError
 
@@ -37,8 +37,12 @@ _DTYPES = {name: dtype for dtype, name in _NAMES.items()} | {"I64": torch.int64,
 class Weights:
     """The tensors of a folder, memory-mapped. Use as a context manager; `finish` checks that nothing was left over."""
 
-    def __init__(self, folder: Path, *, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, folder: Path, *, dtype: torch.dtype, device: torch.device, scale_block: Block | None = None
+    ) -> None:
+        """scale_block: of FP8 weights, which `take` then gives as the numbers that they stand for."""
         self.folder = folder
+        self.scale_block = scale_block
         self.dtype = dtype
         self.device = device
         self._files = ExitStack()
@@ -69,6 +73,9 @@ class Weights:
         info = self._info(name)
         if info.shape != shape:
             raise ModelError(f"{self.folder}: {name} has shape {list(info.shape)}, expected {list(shape)}.")
+        if self.scale_block is not None and self.scale_of(name):
+            wide = self._widened(name, self.scale_block)
+            return wide if out is None else out.copy_(wide)
         check_plain(f"{self.folder}: {name}", info)
         self._taken.add(name)
         if self._reader is None:
@@ -81,6 +88,24 @@ class Weights:
             self._start(name, out)
             return out
         return self.moved(name)
+
+    def scale_of(self, name: str) -> str:
+        """The tensor that holds the scales of a weight; empty where it has none."""
+        return next((s for s in (name.removesuffix(".weight") + end for end in SCALES) if s in self), "")
+
+    def scaled(self, name: str, shape: tuple[int, ...], block: Block) -> tuple[Tensor, Tensor]:
+        """The codes of an FP8 weight and its scales, on the device as the file has them. Raises ModelError."""
+        info, scale = self._info(name), self.scale_of(name)
+        if info.shape != shape:
+            raise ModelError(f"{self.folder}: {name} has shape {list(info.shape)}, expected {list(shape)}.")
+        weight_format(f"{self.folder}: {name}", info, self._info(scale) if scale else None, block)
+        return self.moved(name), self.moved(scale)
+
+    def _widened(self, name: str, block: Block) -> Tensor:
+        from flowinfer.engine.models.deepseek_v4.quant import dequantize  # here: few checkpoints have scales
+
+        codes, scale = self.scaled(name, self._info(name).shape, block)
+        return dequantize(codes, scale, block).to(self.dtype)
 
     def settle(self) -> None:
         """What was taken into memory of the caller is there for all that is queued on the device from now on."""

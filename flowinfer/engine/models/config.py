@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from flowinfer.engine.formats import refuse_scheme
+from flowinfer.engine.formats import Block, block_of, refuse_scheme
 from flowinfer.errors import ModelError
 
 Config = dict[str, Any]
@@ -66,6 +66,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     experts_per_token: int = 0
     norm_topk: bool = True
     dense_layers: frozenset[int] = frozenset()
+    scale_block: Block | None = None  # rows and columns of a matrix in FP8 that share a scale; None: none are
 
     def is_moe(self, layer: int) -> bool:
         """Whether the layer's feed-forward part is a router over experts."""
@@ -134,6 +135,7 @@ def _sizes(raw: Config, eos: int | list[int] | None, family: Family) -> Config:
         "tied_embeddings": bool(raw.get("tie_word_embeddings", False)),
         "dtype": str(raw.get("dtype") or raw.get("torch_dtype") or "float32").removeprefix("torch."),
         "eos_token_ids": tuple(eos) if isinstance(eos, list) else (() if eos is None else (eos,)),
+        "scale_block": block_of(raw) if raw.get("quantization_config") else None,
     }
 
 
@@ -169,7 +171,7 @@ def _moe(raw: Config, family: Family) -> Config:
 
 def _refuse_unsupported(raw: Config, family: Family, where: str) -> None:
     """Settings that would silently change the results are refused by name."""
-    refuse_scheme(raw, fp8=False)
+    refuse_scheme(raw, fp8=True)
     wanted: dict[str, tuple[object, ...]] = {
         "hidden_act": ("silu",),
         "attention_bias": (False, None),

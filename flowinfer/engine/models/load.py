@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from flowinfer.engine.models import fp8
 from flowinfer.engine.models.config import ModelConfig, read_config
 from flowinfer.engine.models.decoder import Layer, Model
 from flowinfer.engine.models.deepseek_v4.config import V4Config
+from flowinfer.engine.models.fp8 import Fp8Experts, Fp8Linear, make_fp8
 from flowinfer.engine.models.invariant import Invariance
 from flowinfer.engine.models.linear import Make, Projection, make_linear
 from flowinfer.engine.models.moe import ExpertFFN, GatedFFN, StackedExperts, zero_load
@@ -21,6 +23,8 @@ from flowinfer.engine.models.quantized import Makers, makers
 from flowinfer.engine.models.rope import Rope
 from flowinfer.engine.weights import Weights
 from flowinfer.errors import ModelError
+from flowinfer.kernels import compiled
+from flowinfer.kernels.fp8_linear import Fp8Weight, quantize_weight
 
 if TYPE_CHECKING:
     from flowinfer.engine.models.deepseek_v4.model import V4Model
@@ -48,13 +52,16 @@ def load(
     chosen = config.dtype if dtype == "auto" else dtype
     if chosen not in DTYPES:
         raise ModelError(f"{folder}: dtype {chosen!r} isn't supported.", help=f"Choose {' or '.join(DTYPES)}.")
+    if weights == fp8.SETTING:
+        fp8.refuse(torch.device(device), DTYPES[chosen], config, batch_invariant=batch_invariant)
     invariance = Invariance(torch.device(device), DTYPES[chosen]) if batch_invariant else None
     own = makers(weights, torch.device(device), invariance.wrapping if invariance else lambda make: make)
     if wants_random(folder):
         with torch.inference_mode():
             random = RandomWeights(dtype=DTYPES[chosen], device=torch.device(device))
             return _Loader(config, random, invariance, own).model(progress)
-    with Weights(folder, dtype=DTYPES[chosen], device=torch.device(device)) as files, torch.inference_mode():
+    place: dict[str, Any] = {"dtype": DTYPES[chosen], "device": torch.device(device)}
+    with Weights(folder, **place, scale_block=config.scale_block) as files, torch.inference_mode():
         if isinstance(config, V4Config):
             from flowinfer.engine.models.deepseek_v4.load import build  # here: other families don't pay for it
 
@@ -81,6 +88,8 @@ class _Loader:
                 f"batch_invariant on {weights.device} needs Triton's kernels, which don't run there.",
                 help="`flowinfer doctor` says why. Use `device: cpu`, or leave batch_invariant out.",
             )
+        # Whether weights that are in FP8 stay so: those of the checkpoint, and all that are packed so.
+        self.keeps_fp8 = self.fused and invariance is None and fp8.runs(weights.device, weights.dtype)
         self.load_LE = zero_load(config, weights.device)
 
     def model(self, progress: Progress | None) -> Model:
@@ -106,10 +115,15 @@ class _Loader:
         rope = Rope(config, dtype=weights.dtype, device=weights.device)
         if self.fused:
             from flowinfer.engine.models.fused import FusedModel
+            from flowinfer.engine.models.fused_fp8 import Fp8Model, has_fp8
             from flowinfer.engine.models.fused_invariant import InvariantModel
 
-            kind = FusedModel if self.invariance is None else InvariantModel
+            kind = Fp8Model if has_fp8(layers) else FusedModel if self.invariance is None else InvariantModel
             return kind(config, embed_VH, layers, norm_H, head_VH, rope)
+        if self.invariance is None and _can_compile(weights.device, weights.dtype):
+            from flowinfer.engine.models.compiled import CompiledModel
+
+            return CompiledModel(config, embed_VH, layers, norm_H, head_VH, rope)
         return Model(config, embed_VH, layers, norm_H, head_VH, rope)
 
     def _layer(self, index: int) -> Layer:
@@ -145,10 +159,10 @@ class _Loader:
         parts = ("w1", "w3", "w2") if mixtral else ("gate_proj", "up_proj", "down_proj")
         router = self.make(self._joined([(f"{block}gate.weight", config.num_experts)], config.hidden_size), None)
         if self.fused:
-            weights = self._stacked(f"{block}experts.", parts)
-            return StackedExperts(
-                router, *weights, per_token=config.experts_per_token, norm_topk=config.norm_topk, load_E=load_E
-            )
+            routing: Any = {"per_token": config.experts_per_token, "norm_topk": config.norm_topk, "load_E": load_E}
+            if packed := self._stacked_fp8(f"{block}experts.", parts):
+                return Fp8Experts(router, *packed, **routing)
+            return StackedExperts(router, *self._stacked(f"{block}experts.", parts), **routing)
         experts = [self._ffn(f"{block}experts.{i}.", parts, config.expert_size) for i in range(config.num_experts)]
         return ExpertFFN(router, experts, per_token=config.experts_per_token, norm_topk=config.norm_topk, load_E=load_E)
 
@@ -165,6 +179,27 @@ class _Loader:
         self.weights.settle()
         return gate_up, down
 
+    def _stacked_fp8(self, name: str, parts: tuple[str, str, str]) -> tuple[Fp8Weight, Fp8Weight] | None:
+        """As _stacked, in FP8: as the checkpoint has them, or quantized; None where they are to stay as they are."""
+        config = self.config
+        gate, up, down = parts
+        pairs = []
+        for i in range(config.num_experts):
+            both = self._fp8([f"{name}{i}.{gate}", f"{name}{i}.{up}"], config.hidden_size, *[config.expert_size] * 2)
+            one = self._fp8([f"{name}{i}.{down}"], config.expert_size, config.hidden_size)
+            if both is None or one is None:
+                return None
+            pairs.append((both, one))
+        return fp8.stacked([both for both, _ in pairs]), fp8.stacked([one for _, one in pairs])
+
+    def _fp8(self, names: list[str], size_in: int, *sizes_out: int) -> Fp8Weight | None:
+        """The rows of several weights in FP8, where they are so in the file or are to become so."""
+        full = [f"{name}.weight" for name in names]
+        kept = fp8.stored(self.weights, full, sizes_out, size_in) if self.keeps_fp8 else None
+        if kept is None and self.pack is make_fp8:
+            return quantize_weight(self._joined(list(zip(full, sizes_out, strict=True)), size_in))
+        return kept
+
     def _ffn(self, name: str, parts: tuple[str, str, str], width: int) -> GatedFFN:
         gate, up, down = (name + part for part in parts)
         hidden = self.config.hidden_size
@@ -174,8 +209,10 @@ class _Loader:
     def _linear(self, names: list[str], size_in: int, *sizes_out: int, bias: bool = False) -> Projection:
         """One product over the rows of several tensors."""
         parts = list(zip(names, sizes_out, strict=True))
-        weight = self._joined([(f"{name}.weight", size) for name, size in parts], size_in)
-        return self.pack(weight, self._joined([(f"{name}.bias", size) for name, size in parts]) if bias else None)
+        biases = self._joined([(f"{name}.bias", size) for name, size in parts]) if bias else None
+        if packed := self._fp8(names, size_in, *sizes_out):
+            return Fp8Linear(packed, biases)
+        return self.pack(self._joined([(f"{name}.weight", size) for name, size in parts], size_in), biases)
 
     def _vector(self, name: str, size: int) -> Tensor:
         return self._joined([(name, size)])
@@ -191,6 +228,10 @@ class _Loader:
 
     def _empty(self, *shape: int) -> Tensor:
         return torch.empty(shape, dtype=self.weights.dtype, device=self.weights.device)
+
+
+def _can_compile(device: torch.device, dtype: torch.dtype) -> bool:
+    return device.type == "cpu" and dtype in (torch.float32, torch.bfloat16) and not compiled.missing()
 
 
 def _can_fuse(device: torch.device, dtype: torch.dtype) -> bool:

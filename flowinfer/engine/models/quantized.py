@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from flowinfer.engine.formats import numbers_of
+from flowinfer.engine.models import fp8
 from flowinfer.engine.models.linear import Make, Projection, make_linear
 from flowinfer.errors import ModelError
 
@@ -53,8 +54,10 @@ class Makers(NamedTuple):
 def makers(weights: str, device: torch.device, wrap: Callable[[Make], Make] = lambda make: make) -> Makers | None:
     """Of quantized weights; None for the checkpoint's own. wrap: what else is done to each product.
 
-    Raises ModelError for a GPU.
+    Raises ModelError for integers on a GPU; where FP8 runs was asked before.
     """
+    if weights == fp8.SETTING:
+        return Makers(fp8.make_fp8, wrap(make_linear))
     how = parse(weights)
     if how is None:
         return None
