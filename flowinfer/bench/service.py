@@ -46,7 +46,10 @@ class Arrival:
 
 
 class Client(Stage):
-    """Sends prompts and notes when the tokens of each step come. outputs: set to a dict, it takes the tokens by id."""
+    """Sends prompts and notes when the tokens of each step come.
+
+    outputs, times: set to dicts, they take the tokens by id, and when each of them came (seconds of perf_counter).
+    """
 
     kind = "api"
     listens = (Failure,)
@@ -57,6 +60,7 @@ class Client(Stage):
         self.arrivals: list[Arrival] = []
         self.ended: dict[str, Finish] = {}
         self.outputs: dict[str, list[int]] | None = None
+        self.times: dict[str, list[float]] | None = None
         self.failed = ""
         self.waited_s: Callable[[], float] = lambda: 0.0
 
@@ -73,6 +77,9 @@ class Client(Stage):
             self.arrivals.append(arrival)
             if self.outputs is not None:
                 self._keep(batch, self.outputs)
+            if self.times is not None:
+                for id, count in zip(batch.ids, batch.counts.tolist(), strict=True):
+                    self.times.setdefault(id, []).extend([arrival.at] * count)
             self.ended |= done
             if done:
                 self.ctx.send(Ended(ids=list(done)))
