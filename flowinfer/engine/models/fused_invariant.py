@@ -63,7 +63,7 @@ class InvariantModel(FusedModel):
                 gate_up, down = ffn
                 weights += [(gate_up.weight, gate_up.bias is None), (down.weight, False)]
         for weight, gated in weights:
-            if not _rows_alike(weight):
+            if not rows_alike(weight):
                 raise ModelError(
                     f"batch_invariant: products of {list(weight.shape)} differ by the rows beside them on this card.",
                     help="Leave batch_invariant out.",
@@ -185,7 +185,8 @@ def same_when_wide(weight_OI: Tensor, *, gated: bool = False) -> bool:
     return torch.equal(narrow, wide)
 
 
-def _rows_alike(weight_OI: Tensor) -> bool:
+def rows_alike(weight_OI: Tensor) -> bool:
+    """Whether a row of a product has the same bytes alone and among others, on this card."""
     x = _rows(130, weight_OI)
     whole = invariant_linear(x, weight_OI)
     return all(torch.equal(invariant_linear(x[at : at + n], weight_OI), whole[at : at + n]) for at, n in _CASES)
