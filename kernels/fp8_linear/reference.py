@@ -19,7 +19,7 @@ def quantize_rows_reference(x_MI: Tensor) -> tuple[Tensor, Tensor]:
     grouped = padded.view(rows, groups, GROUP)
     scale = grouped.abs().amax(-1).clamp(min=LEAST) / FP8_MAX
     codes = (grouped / scale.unsqueeze(-1)).float().to(torch.float8_e4m3fn)
-    return codes.view(rows, -1)[:, :width].contiguous(), scale
+    return codes.view(rows, groups * GROUP)[:, :width].contiguous(), scale
 
 
 def widened(codes: Tensor, scale: Tensor, rows: int, columns: int = GROUP) -> Tensor:

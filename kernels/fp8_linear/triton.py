@@ -148,7 +148,7 @@ def _skinny(
     if GATED:
         acc = acc / (1.0 + tl.exp(-acc)) * up
     if BIAS:
-        b = tl.load(bias + n, mask=in_n & (part == 0), other=0.0).to(tl.float32)
+        b = tl.where(part == 0, tl.load(bias + n, mask=in_n, other=0.0).to(tl.float32), 0.0)
         acc += b[:, None] if SWAP else b[None, :]
     if SWAP:
         at = (m[None, :] * parts + part) * N + n[:, None]
@@ -198,6 +198,6 @@ def _product(
         x_at += SIZE
         w_at += SIZE
     if BIAS:
-        acc += tl.load(bias + n, mask=in_n & (part == 0), other=0.0).to(tl.float32)[None, :]
+        acc += tl.where(part == 0, tl.load(bias + n, mask=in_n, other=0.0).to(tl.float32), 0.0)[None, :]
     at = (m[:, None].to(tl.int64) * parts + part) * N + n[None, :]
     tl.store(out + at, acc.to(out.dtype.element_ty), mask=in_m[:, None] & in_n[None, :])
