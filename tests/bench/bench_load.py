@@ -187,6 +187,7 @@ def main() -> None:
     parser.add_argument("--config", default="smollm2-135m")
     parser.add_argument("--device", default="cuda:0" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--folder", type=Path, help="where the checkpoint is written, and removed from")
+    parser.add_argument("--checkpoint", type=Path, help="one that lies there, or is written there and kept")
     parser.add_argument(
         "--threads", default="0", help="of the reader, several with commas; 0: as it chooses; empty: none"
     )
@@ -206,28 +207,31 @@ def main() -> None:
 
 
 def measure(args: argparse.Namespace) -> None:
-    """All of it, in a folder of its own."""
-    folder = Path(tempfile.mkdtemp(dir=args.folder, prefix="flowinfer-load-"))
+    """All of it, in a folder of its own unless one is named."""
+    folder = args.checkpoint or Path(tempfile.mkdtemp(dir=args.folder, prefix="flowinfer-load-"))
     name = torch.cuda.get_device_name(args.device) if args.device != "cpu" else "cpu"
     options = ("--device", args.device, "--folder", str(folder), "--max-batch", str(args.max_batch))
     try:
-        began = time.perf_counter()
-        size = write_checkpoint(args.config, folder)
-        wrote = time.perf_counter() - began
-        print(f"{args.config} on {name}: {size / 1e9:.1f} GB written in {wrote:.1f} s to {folder.parent}", flush=True)
-        found: dict[str, Any] = {"config": args.config, "device": name, "cores": os.cpu_count(), "bytes": size}
-        found["load"] = child(*options, "--child", "load", "--threads", args.threads) if args.threads else []
+        if not (folder / INDEX).exists():
+            began = time.perf_counter()
+            size = write_checkpoint(args.config, folder)
+            print(f"{args.config}: {size / 1e9:.1f} GB written in {time.perf_counter() - began:.1f} s", flush=True)
+        found: dict[str, Any] = {"config": args.config, "device": name, "cores": os.cpu_count()}
+        found["bytes"], found["load"], found["starts"] = weight_bytes(folder), [], []
+        if args.threads:
+            found["load"] = child(*options, "--child", "load", "--threads", args.threads)
         for row in found["load"]:
+            threads = row["threads"] or "default"
             print(
-                f"  {row['threads'] or 'default'} threads: {row['gb_s']:.2f} GB/s, first {row['first_gb_s']:.2f}",
-                flush=True,
+                f"{args.config}, {threads} threads: {row['gb_s']:.2f} GB/s, first {row['first_gb_s']:.2f}", flush=True
             )
-        found["starts"] = []
         for _ in range(args.starts):
             found["starts"].append(child(*options, "--child", "start"))
-            print("  start: " + ", ".join(f"{part} {s:.1f} s" for part, s in found["starts"][-1].items()), flush=True)
+            parts = ", ".join(f"{part} {s:.1f} s" for part, s in found["starts"][-1].items())
+            print(f"{args.config}, start: {parts}", flush=True)
     finally:
-        shutil.rmtree(folder)
+        if args.checkpoint is None:
+            shutil.rmtree(folder)
     if args.json:
         args.json.write_text(json.dumps(found, indent=1) + "\n")
 
