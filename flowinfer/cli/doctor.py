@@ -30,7 +30,7 @@ def doctor(dtype: str) -> None:
 
 def _weights(device: str, capability: tuple[int, int] | None, dtype: str) -> list[tuple[str, str]]:
     """What becomes of weights that a checkpoint or a setting has in fewer bits."""
-    from flowinfer.engine.formats import PACKED, lacks
+    from flowinfer.engine.formats import FP8, PACKED, lacks
     from flowinfer.engine.models.quantized import has_packed_products
 
     rows = [
@@ -40,6 +40,8 @@ def _weights(device: str, capability: tuple[int, int] | None, dtype: str) -> lis
     for bits in (8, 4):
         runs = "runs" if has_packed_products(bits) else f"this torch has no packed product; instead: one in {dtype}"
         rows.append((f"weights: int{bits}", runs if device == "cpu" else "for CPUs; refused"))
+    needs = lacks(FP8, device, capability, dense=True) or ("" if dtype == "bfloat16" else "it is for bfloat16")
+    rows.append((f"weights: {FP8}", f"{needs}; refused" if needs else "runs, but for DeepSeek-V4"))
     return rows
 
 

@@ -1,7 +1,8 @@
 """How the weights of a folder are stored, told from config.json and the headers of its files. Never imports torch.
 
-What can't be read is refused here, with what would do, before anything is loaded. Weights in FP8 or FP4 become the
-model's dtype as they are loaded, on every device: no product here runs on them as they are.
+What can't be read is refused here, with what would do, before anything is loaded. Weights in FP8 stay so on GPUs that
+have units for them, but for DeepSeek-V4's; elsewhere they become the model's dtype as they are loaded, and FP4 does
+everywhere.
 """
 
 from __future__ import annotations
@@ -32,6 +33,9 @@ def _no_fp4(value: object) -> object:
 Weights = Annotated[Literal["checkpoint", "fp8", "int8", "int4", "int8-only", "int4-only"], BeforeValidator(_no_fp4)]
 
 
+FP8: Literal["fp8"] = "fp8"  # the setting
+
+
 def numbers_of(weights: str) -> str:
     """Which numbers a model with this setting computes with: "" for the checkpoint's own."""
     return "" if weights == "checkpoint" else weights.partition("-")[0]
@@ -59,7 +63,10 @@ _TRACES = {
     ".weight.absmax": "bitsandbytes",
     ".SCB": "bitsandbytes",
 }
-INSTEAD = "Take the same model in bfloat16 or float32; `weights: int8` or `weights: int4` then quantizes it on a CPU."
+INSTEAD = (
+    "Take the same model in bfloat16 or float32; `weights: int8` or `weights: int4` then quantizes it on a CPU,"
+    " `weights: fp8` on a GPU."
+)
 
 
 class TensorInfo(NamedTuple):
@@ -209,12 +216,15 @@ def check_plain(name: str, info: TensorInfo) -> Format:
 
 
 PACKED: tuple[Format, ...] = ("fp8", "fp4")
-_UNITS: dict[Format, tuple[str, tuple[int, int]]] = {"fp8": ("FP8", (8, 9)), "fp4": ("FP4", (10, 0))}
+UNITS: dict[Format, tuple[str, tuple[int, int]]] = {"fp8": ("FP8", (8, 9)), "fp4": ("FP4", (10, 0))}
 
 
-def lacks(kind: Format, device: str, capability: tuple[int, int] | None) -> str:
-    """Why weights in this format aren't multiplied as they are on this device, in words."""
-    name, (major, minor) = _UNITS[kind]
+def lacks(kind: Format, device: str, capability: tuple[int, int] | None, dense: bool = False) -> str:
+    """Why weights in this format aren't multiplied as they are on this device, in words; empty where they are.
+
+    dense: of a model whose FP8 products have a kernel: any but DeepSeek-V4, in bfloat16, with blocks of BLOCK.
+    """
+    name, (major, minor) = UNITS[kind]
     if device == "cpu":
         return f"a CPU has no {name} units"
     needs = f"{name} units need compute capability {major}.{minor}"
@@ -222,4 +232,6 @@ def lacks(kind: Format, device: str, capability: tuple[int, int] | None) -> str:
         return f"{needs}, and {device}'s isn't known"
     if capability < (major, minor):
         return f"{needs}; {device} has {capability[0]}.{capability[1]}"
-    return f"there is no kernel for products of {name} weights"
+    if kind == "fp8" and dense:
+        return ""
+    return f"there is no kernel for products of {name} weights{' of this model' if kind == 'fp8' else ''}"

@@ -13,6 +13,11 @@ from flowinfer.spec.models import Worker
 CPU_ONLY = "DeepseekV4ForCausalLM"
 # Settings of any stage: the values that break the mode, and why.
 _BROKEN_BY: dict[str, tuple[tuple[object, ...], str, str]] = {
+    "weights": (
+        ("fp8",),
+        "products of few and of many rows round differently",
+        "Leave `weights` out.",
+    ),
     "replay": (
         ("bounded",),
         "a bounded replay is approximate: its bytes hang on where the prefix hit ended",

@@ -5,25 +5,26 @@ A model that isn't on this machine is no mistake in a file: what it is shows whe
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from pathlib import Path
 
-from flowinfer.engine.formats import PACKED, Format, lacks, numbers_of
+from flowinfer.engine.formats import BLOCK, FP8, PACKED, UNITS, Format, lacks, numbers_of
 from flowinfer.errors import ModelError
 from flowinfer.graph.devices import CUDA, Capability, capability
-from flowinfer.graph.invariance import device_kind
+from flowinfer.graph.invariance import CPU_ONLY, device_kind
 from flowinfer.graph.model import Graph, StageNode
 from flowinfer.stage import ModelUse
 
 DTYPES = ("bfloat16", "float32")  # that a model runs in
 
 
-def check_weights(graph: Graph) -> None:
-    """A problem for each model whose configuration, files or dtype don't do."""
+def check_weights(graph: Graph, capability_of: Callable[[str], Capability | None] = capability) -> None:
+    """A problem for each model whose configuration, files, dtype or setting of weights don't do."""
     from flowinfer.engine import hub  # here: a graph without a model needs nothing of the engine
     from flowinfer.engine.models.config import read_config
 
-    _check_devices(graph)
+    _check_devices(graph, capability_of)
     seen: set[tuple[str, str]] = set()
     for stage, use in _uses(graph):
         folder = hub.known(use.model)
@@ -45,20 +46,57 @@ def check_weights(graph: Graph) -> None:
             graph.problem("FI326", f"{use.model} can't run: {error.message}", mark, error.help)
 
 
-def _check_devices(graph: Graph) -> None:
-    """Quantized weights are for CPUs."""
+def _check_devices(graph: Graph, capability_of: Callable[[str], Capability | None]) -> None:
+    """Integers are for CPUs, FP8 for GPUs that have units for it and for models that run in bfloat16."""
     from flowinfer.graph.placement import workers
 
     found = workers(graph)
     said: set[str] = set()
     for stage, use in _uses(graph):
         worker = found.get(stage.worker or "")
-        if numbers_of(use.packed) and worker and device_kind(worker.device) != "cpu" and stage.worker not in said:
+        if not numbers_of(use.packed) or worker is None or stage.worker in said:
+            continue
+        if wrong := _wrong_device(use, worker.device, capability_of) or _wrong_model(use):
             said.add(stage.worker or "")
             mark = stage.inherited.get("weights") or graph.document.value_mark("stages", stage.name, "with", "weights")
-            here = " (`auto` is a GPU here)" if worker.device == "auto" else ""
-            message = f"`weights: {use.packed}` is for CPUs, and `{stage.name}` runs on {worker.device}{here}."
-            graph.problem("FI416", message, mark, "Leave `weights` out, or give the worker `device: cpu`.")
+            reason, help = wrong
+            here = (
+                f" (`auto` is a {device_kind('auto').replace('cuda', 'GPU')} here)" if worker.device == "auto" else ""
+            )
+            message = f"`weights: {use.packed}` {reason}, and `{stage.name}` runs on {worker.device}{here}."
+            graph.problem("FI416", message, mark, f"Leave `weights` out{help}.")
+
+
+def _wrong_device(
+    use: ModelUse, device: str, capability_of: Callable[[str], Capability | None]
+) -> tuple[str, str] | None:
+    """Why these numbers can't be multiplied there, and what else would do."""
+    kind = device_kind(device)
+    if numbers_of(use.packed) != FP8:
+        return ("is for CPUs", ", or give the worker `device: cpu`") if kind != "cpu" else None
+    major, minor = needed = UNITS["fp8"][1]
+    has = capability_of("cuda:0" if device == "auto" else device) if kind != "cpu" else None
+    if kind == "cpu" or (has is not None and has < needed):
+        known = f" (it has {has[0]}.{has[1]})" if has else ""
+        reason = f"needs a GPU of compute capability {major}.{minor}{known}"
+        return reason, ", or write `weights: int8`" if kind == "cpu" else ""
+    return None
+
+
+def _wrong_model(use: ModelUse) -> tuple[str, str] | None:
+    """Why this model can't have its weights in FP8; nothing of one that isn't here."""
+    from flowinfer.engine import hub
+
+    folder = hub.known(use.model)
+    if numbers_of(use.packed) != FP8 or folder is None:
+        return None
+    with contextlib.suppress(ModelError):
+        info = hub.describe(folder)
+        if info.architecture == CPU_ONLY:
+            return "isn't for DeepSeek-V4, which has its products from the library", ""
+        if info.dtype(use.dtype) != "bfloat16":
+            return f"is for models in bfloat16, and this one runs in {info.dtype(use.dtype)}", ""
+    return None
 
 
 def notes(graph: Graph, capability_of: Callable[[str], Capability | None] = capability) -> list[str]:
@@ -81,12 +119,13 @@ def _change(folder: Path, use: ModelUse, device: str, has: Capability | None) ->
 
     info = hub.describe(folder)
     stored = hub.stored(folder, info.config)
-    packed: list[Format] = [kind for kind in PACKED if stored.get(kind)]
+    dtype = info.dtype(use.dtype)
+    multiplied = info.architecture != CPU_ONLY and info.config.scale_block == BLOCK and dtype == "bfloat16"
+    packed: list[Format] = [kind for kind in PACKED if stored.get(kind) and lacks(kind, device, has, multiplied)]
     if not packed:
         return ""
-    dtype = info.dtype(use.dtype)
     size = sum(stored.values()) * (4 if dtype == "float32" else 2)
-    why = "; ".join(lacks(kind, device, has) for kind in packed)
+    why = "; ".join(lacks(kind, device, has, multiplied) for kind in packed)
     kinds = " and ".join(kind.upper() for kind in packed)
     return f"weights in {kinds} become {dtype} as they are loaded, {size / 2**20:,.0f} MiB: {why}."
 

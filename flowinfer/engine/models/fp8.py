@@ -30,7 +30,6 @@ from flowinfer.kernels.fp8_linear import (
 )
 from flowinfer.kernels.fp8_linear.reference import widened
 
-SETTING = "fp8"  # of `weights`
 OTHERS = "DeepseekV4ForCausalLM"
 
 

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from flowinfer.engine.formats import FP8
 from flowinfer.engine.models import fp8
 from flowinfer.engine.models.config import ModelConfig, read_config
 from flowinfer.engine.models.decoder import Layer, Model
@@ -52,7 +53,7 @@ def load(
     chosen = config.dtype if dtype == "auto" else dtype
     if chosen not in DTYPES:
         raise ModelError(f"{folder}: dtype {chosen!r} isn't supported.", help=f"Choose {' or '.join(DTYPES)}.")
-    if weights == fp8.SETTING:
+    if weights == FP8:
         fp8.refuse(torch.device(device), DTYPES[chosen], config, batch_invariant=batch_invariant)
     invariance = Invariance(torch.device(device), DTYPES[chosen]) if batch_invariant else None
     own = makers(weights, torch.device(device), invariance.wrapping if invariance else lambda make: make)

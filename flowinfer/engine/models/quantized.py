@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flowinfer.engine.formats import numbers_of
+from flowinfer.engine.formats import FP8, numbers_of
 from flowinfer.engine.models import fp8
 from flowinfer.engine.models.linear import Make, Projection, make_linear
 from flowinfer.errors import ModelError
@@ -56,7 +56,7 @@ def makers(weights: str, device: torch.device, wrap: Callable[[Make], Make] = la
 
     Raises ModelError for integers on a GPU; where FP8 runs was asked before.
     """
-    if weights == fp8.SETTING:
+    if weights == FP8:
         return Makers(fp8.make_fp8, wrap(make_linear))
     how = parse(weights)
     if how is None:
