@@ -19,7 +19,7 @@ Capability = tuple[int, int]
 class Needs:
     """An op's requirements. capability: the least one; dtypes: of weights and KV; fallback: what runs instead.
 
-    alone: only that generation of cards has the instructions.
+    alone: only that generation of cards has the instructions.  anywhere: it is made of torch's ops, for any device.
     """
 
     op: str
@@ -30,6 +30,7 @@ class Needs:
     torch_op: str = ""  # of the torch namespace, where the kernel is torch's own
     cute: bool = False  # compiled by the CuTe DSL
     alone: bool = False
+    anywhere: bool = False
 
 
 _FLOATS = ("bfloat16", "float32")
@@ -66,6 +67,8 @@ TABLE: tuple[Needs, ...] = (
         cute=True,
         alone=True,
     ),
+    Needs("paged_attention", (0, 0), _FLOATS, "none", triton=False, anywhere=True),
+    Needs("sampling", (0, 0), ("float32",), "none: logits become float32 before", triton=False, anywhere=True),
     Needs("grouped_mm", (9, 0), ("bfloat16",), "experts: the Triton product", triton=False, torch_op="_grouped_mm"),
 )
 BY_OP = {needs.op: needs for needs in TABLE}
@@ -73,6 +76,8 @@ BY_OP = {needs.op: needs for needs in TABLE}
 
 def missing(needs: Needs, capability: Capability | None, dtype: str) -> str:
     """What keeps the op from running there, in words; empty where nothing does. capability None: not a CUDA device."""
+    if needs.anywhere:
+        return ""
     if capability is None:
         return "a CUDA device"
     if capability < needs.capability:
