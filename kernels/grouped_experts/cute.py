@@ -34,11 +34,11 @@ class GroupedProduct:
 
     def __init__(
         self, size_in: int, size_out: int, num_experts: int, *, gated: bool, gather: bool, cluster: int, stages: int,
-        outs: int, fence: bool = True,
+        outs: int, lag: int = 2,
     ) -> None:  # fmt: skip
         self.size_in, self.size_out, self.num_experts = size_in, size_out, num_experts
         self.gated, self.gather, self.cluster, self.stages, self.outs = gated, gather, cluster, stages, outs
-        self.fence = fence
+        self.lag = lag
         self.columns = HALF if gated else COLUMNS  # that a tile writes
         self.passes = self.columns // HALF
         self.num_column_tiles = size_out // self.columns
@@ -177,7 +177,7 @@ class GroupedProduct:
 
         if group == 0:
             cute.arch.setmaxregister_decrease(56)
-            stage, phase = Int32(0), Int32(1)
+            stage, phase, issued = Int32(0), Int32(1), Int32(0)
             copy_row = cute.make_copy_atom(
                 cpasync.CopyG2SOp(cache_mode=cpasync.LoadCacheMode.GLOBAL), BFloat16, num_bits_per_copy=128
             )
@@ -226,11 +226,25 @@ class GroupedProduct:
                                 copy_row, cute.make_tensor(source, cute.make_layout((8,))),
                                 cute.make_tensor(place, cute.make_layout((8,))),
                             )  # fmt: skip
-                        cute.arch.cp_async_mbarrier_arrive_noinc(full + stage)
+                        if cutlass.const_expr(self.lag > 0):
+                            cute.arch.cp_async_commit_group()
+                            if issued >= self.lag:
+                                cute.arch.cp_async_wait_group(self.lag)
+                                cute.arch.fence_view_async_shared()
+                                cute.arch.mbarrier_arrive(full + (stage + (self.stages - self.lag)) % self.stages)
+                            issued += 1
+                        else:
+                            cute.arch.cp_async_mbarrier_arrive_noinc(full + stage)
                     stage += 1
                     if stage == self.stages:
                         stage = Int32(0)
                         phase ^= 1
+            if cutlass.const_expr(self.gather and self.lag > 0):
+                if issued > 0:
+                    cute.arch.cp_async_wait_group(0)
+                    cute.arch.fence_view_async_shared()
+                    for back in cutlass.range_constexpr(self.lag, 0, -1):
+                        cute.arch.mbarrier_arrive(full + (stage + (self.stages - back)) % self.stages)
         else:
             cute.arch.setmaxregister_increase(224)
             worker = thread - LOADERS
@@ -256,7 +270,7 @@ class GroupedProduct:
                 done = stage
                 for k in cutlass.range(self.k_tiles, unroll=1):
                     cute.arch.mbarrier_wait(full + stage, phase)
-                    if cutlass.const_expr(self.gather and self.fence):
+                    if cutlass.const_expr(self.gather and self.lag == 0):
                         cute.arch.fence_view_async_shared()
                     warpgroup.fence()
                     for inner in cutlass.range_constexpr(INNER // 16):

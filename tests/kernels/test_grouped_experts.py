@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from shutil import which
 
 import pytest
 import torch
@@ -11,6 +16,7 @@ from hypothesis import strategies as st
 
 from flowinfer.errors import KernelUnsupported
 from flowinfer.kernels import arch
+from flowinfer.kernels import experts as layer
 from flowinfer.kernels.experts import experts, experts_reference, route_reference
 from flowinfer.kernels.grouped_experts import (
     Blocks,
@@ -22,6 +28,7 @@ from flowinfer.kernels.grouped_experts import (
     lay_out,
     lay_out_reference,
 )
+from flowinfer.kernels.grouped_experts.products import LIBRARY, Products, name_of
 
 pytest.importorskip("triton")
 DEVICE = os.environ.get("FLOWINFER_TEST_DEVICE", "cpu")
@@ -66,6 +73,55 @@ def test_what_the_products_do_not_take_is_refused() -> None:
         down_rows(torch.zeros(5, 128).bfloat16(), torch.zeros(4, 256, 128).bfloat16(), blocks)
     with pytest.raises(KernelUnsupported, match="int32"):
         lay_out(torch.zeros(2, 2, dtype=torch.int64), 4)
+
+
+def test_only_hopper_with_the_package_runs_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    needs = arch.BY_OP["grouped_experts"]
+    monkeypatch.setattr(arch, "has_triton", lambda: True)
+    monkeypatch.setattr(arch, "has_cute", lambda: True)
+    assert not arch.missing(needs, (9, 0), "bfloat16")
+    assert "9.x" in arch.missing(needs, (10, 0), "bfloat16") and "9.0" in arch.missing(needs, (8, 0), "bfloat16")
+    monkeypatch.setattr(arch, "has_cute", lambda: False)
+    assert arch.missing(needs, (9, 0), "bfloat16") == "the package nvidia-cutlass-dsl"
+
+
+@pytest.mark.parametrize(
+    ("here", "width", "taken"),
+    [
+        ({"grouped_experts", "grouped_mm"}, 128, "_by_blocks"),
+        ({"grouped_experts", "grouped_mm"}, 96, "_by_grouped_mm"),
+        ({"grouped_mm"}, 128, "_by_grouped_mm"),
+    ],
+)
+def test_a_layer_takes_what_runs_and_fits(
+    monkeypatch: pytest.MonkeyPatch, here: set[str], width: int, taken: str
+) -> None:
+    monkeypatch.setattr(layer, "MOST_ROWS", 2)
+    monkeypatch.setattr(layer, "_runs", lambda op, x: op in here)
+    for name in ("_by_blocks", "_by_grouped_mm"):
+        monkeypatch.setattr(layer, name, lambda *_, name=name: name)
+    x, logits = torch.zeros(3, 256, device=DEVICE), torch.zeros(3, 4, device=DEVICE)
+    gate_up, down = torch.zeros(4, 2 * width, 256), torch.zeros(4, 256, width)
+    assert experts(x, logits, gate_up, down, x, 2, norm_topk=True) == taken
+
+
+def test_a_library_that_lacks_a_product_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(LIBRARY, "/nowhere/products.so")
+    with pytest.raises(KernelUnsupported, match=r"/nowhere/products\.so"):
+        Products(256, 128, 4)
+    monkeypatch.setenv(LIBRARY, "libc.so.6")
+    with pytest.raises(KernelUnsupported, match=name_of(256, 128, 4, True)) as caught:
+        Products(256, 128, 4)
+    assert "build" in caught.value.help
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not (find_spec("nvidia_cutlass_dsl") and which("gcc")), reason="needs nvidia-cutlass-dsl and gcc")
+def test_a_library_is_built_without_a_card(tmp_path: Path) -> None:
+    made = tmp_path / "products.so"
+    build = [sys.executable, "-m", "flowinfer.kernels.grouped_experts.build", "--size", "256", "128", "4", str(made)]
+    subprocess.run(build, check=True)
+    assert all(name_of(*size).encode() in made.read_bytes() for size in ((256, 128, 4, True), (128, 256, 4, False)))
 
 
 def near(got: torch.Tensor, want: torch.Tensor) -> None:
