@@ -39,7 +39,7 @@ def check_invariance(graph: Graph) -> None:
 def _check_settings(graph: Graph, stage: StageNode) -> None:
     for name, (values, reason, help) in _BROKEN_BY.items():
         value = getattr(stage.config, name, None)
-        if isinstance(value, str) and value in values:
+        if isinstance(value, str) and value in values and name not in stage.inherited:  # else told where it's written
             mark = graph.document.value_mark("stages", stage.name, "with", name)
             note = (graph.document.value_mark("batch_invariant"), "asked for here")
             graph.problem("FI327", f"`{name}: {value}` breaks batch_invariant: {reason}.", mark, help, [note])

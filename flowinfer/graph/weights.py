@@ -19,12 +19,12 @@ from flowinfer.stage import ModelUse
 DTYPES = ("bfloat16", "float32")  # that a model runs in
 
 
-def check_weights(graph: Graph, capability_of: Callable[[str], Capability | None] = capability) -> None:
+def check_weights(graph: Graph) -> None:
     """A problem for each model whose configuration, files, dtype or setting of weights don't do."""
     from flowinfer.engine import hub  # here: a graph without a model needs nothing of the engine
     from flowinfer.engine.models.config import read_config
 
-    _check_devices(graph, capability_of)
+    _check_devices(graph, capability)
     seen: set[tuple[str, str]] = set()
     for stage, use in _uses(graph):
         folder = hub.known(use.model)

@@ -88,7 +88,7 @@ def test_a_damaged_download_is_told(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("capability", "words"),
-    [((9, 0), "there is no kernel for products of FP8 weights"), ((8, 0), "compute capability 8.9; cuda:0 has 8.0")],
+    [((9, 0), "there is no kernel for products of FP8 weights of this model"), ((8, 0), "compute capability 8.9; cuda:0 has 8.0")],
 )
 def test_a_gpu_gets_fp8_weights_as_the_models_dtype(capability: tuple[int, int], words: str) -> None:
     graph = checked("flowinfer-mini", "workers={front: {device: cuda:0}}")
@@ -181,3 +181,52 @@ def test_quantized_weights_on_a_gpu_are_refused(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr("flowinfer.graph.invariance.count_gpus", lambda: 1)
     (found,) = prod("stages.decode.with.weights=int4", "workers.decode.device=auto").problems
     assert "`auto` is a GPU here" in found.message
+
+
+def on_a_card(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int] | None, *sets: str) -> list[Problem]:
+    monkeypatch.setattr("flowinfer.graph.weights.capability", lambda device: capability)
+    return problems(*sets)
+
+
+CARD = "workers={front: {device: cuda:0}}"
+FP8 = "stages.decode.with.weights=fp8"
+
+
+def test_fp8_needs_a_card_that_has_units_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = str(folder(tmp_path))
+    for capability in ((9, 0), (8, 9), None):
+        assert on_a_card(monkeypatch, capability, model, CARD, FP8) == []
+    (found,) = on_a_card(monkeypatch, (8, 0), model, CARD, FP8)
+    assert found.code == "FI416" and "capability 8.9 (it has 8.0), and" in found.message
+    (found,) = problems(model, "workers={front: {device: cpu}}", FP8)
+    assert found.code == "FI416" and "needs a GPU" in found.message and "weights: int8" in found.help
+
+
+def test_fp8_is_for_models_in_bfloat16_whose_products_are_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (found,) = on_a_card(monkeypatch, (9, 0), str(folder(tmp_path, dtype="float32")), CARD, FP8)
+    assert found.code == "FI416" and "runs in float32" in found.message
+    (found,) = on_a_card(monkeypatch, (9, 0), "flowinfer-mini", CARD, FP8)
+    assert found.code == "FI416" and "DeepSeek-V4" in found.message
+
+
+def test_fp8_breaks_batch_invariance(tmp_path: Path) -> None:
+    (found,) = problems(str(folder(tmp_path)), CARD, FP8, "batch_invariant=true")
+    assert found.code == "FI327" and "round differently" in found.message
+
+
+def test_a_checkpoint_in_fp8_stays_so_on_such_a_card(tmp_path: Path) -> None:
+    import torch
+    from safetensors.torch import save_file
+
+    scheme = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    model = folder(tmp_path, flowinfer_random_weights=False, quantization_config=scheme)
+    name = "model.layers.0.mlp.up_proj.weight"
+    tensors = {name: torch.zeros(32, 16).to(torch.float8_e4m3fn), f"{name}_scale_inv": torch.ones(1, 1)}
+    save_file(tensors, model / "model.safetensors")
+    graph = checked(str(model), CARD)
+    assert not graph.problems and notes(graph, lambda device: (9, 0)) == []
+    (note,) = notes(graph, lambda device: (8, 0))
+    assert "FP8 become bfloat16 as they are loaded" in note and "8.9" in note
+    save_file(tensors | {name: torch.zeros(32, 16, dtype=torch.int8)}, model / "model.safetensors")
+    (found,) = problems(model, CARD)
+    assert found.code == "FI326"
