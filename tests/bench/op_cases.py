@@ -95,7 +95,7 @@ CASES: dict[str, Callable[[Shape], Iterator[Case]]] = {}
 
 def case(make: Callable[[Shape], Iterator[Case]]) -> Callable[[Shape], Iterator[Case]]:
     """Enters a generator of cases under its op's name."""
-    CASES[make.__name__] = make
+    CASES[make.__name__.removesuffix("_")] = make  # named so beside the op that it calls
     return make
 
 
@@ -309,7 +309,3 @@ def dequantize_(s: Shape) -> Iterator[Case]:
         weights = [code.view(torch.float8_e4m3fn) if wide == columns else code for code in codes]
         calls = _over(weights, lambda w, scales=scales: dequantize(w, scales))  # type: ignore[misc]
         yield Case(f"{rows} x {columns}, {name}", calls, rows * (wide + 2 * columns))
-
-
-for _name in [name for name in CASES if name.endswith("_")]:  # named so beside the op that they call
-    CASES[_name[:-1]] = CASES.pop(_name)
