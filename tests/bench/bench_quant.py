@@ -3,8 +3,9 @@
 Run: python tests/bench/bench_quant.py [--threads 1] [--rounds 15] [--tokens 6000] [--json FILE]. For the figures alone
 that no load of the machine changes: --rounds 0. Text: the README files of this repository, which the model can't have
 seen, and questions of GSM8K (tests/data). Perplexity is over windows of 2,048 tokens; many rows and few rows are
-products of the same numbers, so it holds for both. A step is the whole model without sampling: 1 and 16 rows at a
-context of 256 tokens, and a chunk of 256 tokens of a prompt. Rounds take every kind in turn, in another order each.
+products of the same numbers, so it holds for both. Not so fp8, which is of GPUs and emulated here: there activations of
+many rows are quantized too. A step is the whole model without sampling: 1 and 16 rows at a context of 256 tokens, and a
+chunk of 256 tokens of a prompt. Rounds take every kind in turn, in another order each.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from flowinfer.engine.step import StepInput
 from flowinfer.text.tokenizer import load_tokenizer
 
 MODEL, WINDOW = "smollm2-135m", 2048
-LOSSES = ("float32", "bfloat16", "int8", "int4", "int4:64", "int4:128")
+LOSSES = ("float32", "bfloat16", "fp8", "fp8 few rows", "int8", "int4", "int4:64", "int4:128")
 SPEEDS = ("bfloat16", "int8", "int4", "int4:64", "int4-only")
 STEPS = {"1 row": (1, 1, 256), "2 rows": (2, 1, 256), "4 rows": (4, 1, 256), "5 rows": (5, 1, 256)}
 STEPS |= {"6 rows": (6, 1, 256), "8 rows": (8, 1, 256), "16 rows": (16, 1, 256), "256 of a prompt": (1, 256, 256)}
@@ -49,11 +50,28 @@ print(time.perf_counter() - began, resident() - before)
 
 def loaded(kind: str) -> Model:
     """The model in a dtype, or in bfloat16 with such weights, ready to run."""
+    if kind.startswith("fp8"):
+        return emulated(few=kind != "fp8")
     plain = kind in ("float32", "bfloat16")
     model = load_model(hub.resolve(MODEL), dtype=kind if plain else "bfloat16", weights="checkpoint" if plain else kind)
     assert isinstance(model, Model)
     model.warmup()
     return model
+
+
+def emulated(*, few: bool) -> Model:
+    """What a GPU computes with `weights: fp8`: few rows stay in bfloat16, many become FP8 too."""
+    from flowinfer.engine.models import fp8
+    from flowinfer.engine.models.config import read_config
+    from flowinfer.engine.models.linear import make_linear
+    from flowinfer.engine.models.load import _Loader
+    from flowinfer.engine.models.quantized import Makers
+    from flowinfer.engine.weights import Weights
+
+    fp8.FEW_ROWS = 1 << 30 if few else 0
+    folder = hub.resolve(MODEL)
+    with Weights(folder, dtype=torch.bfloat16, device=torch.device("cpu")) as files, torch.inference_mode():
+        return _Loader(read_config(folder), files, None, Makers(fp8.make_fp8, make_linear)).model(None)
 
 
 def resident() -> int:
@@ -130,6 +148,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--tokens", type=int, default=6000, help="of each text; 0 measures no perplexity")
+    parser.add_argument("--kinds", default=",".join(LOSSES), help="whose perplexity is measured")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
@@ -139,7 +158,7 @@ def main() -> None:
         found = texts(args.tokens)
         print(f"\n| weights | {' | '.join(f'perplexity, {len(ids):,} tokens of {n}' for n, ids in found.items())} |")
         print(f"|---|{'---|' * len(found)}")
-        for kind in LOSSES:
+        for kind in args.kinds.split(","):
             model = loaded(kind)
             row = result.setdefault("perplexity", {})[kind] = {n: perplexity(model, ids) for n, ids in found.items()}
             del model
