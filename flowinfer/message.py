@@ -6,7 +6,7 @@ Per-request messages (Call, Prompt, Sequence) travel one by one; per-step messag
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 import msgspec
 import numpy as np
@@ -319,12 +319,20 @@ class Text(Message):
 # ------------------------------------------------------ local messages: the decode loop, batch rows by slot, no copying
 
 
+class Drafts(NamedTuple):
+    """What a step had drafted by itself before it: tokens int32 [n, D] of those of its n sequences that found some."""
+
+    tokens: Ids
+    found: NDArray[np.bool_]
+
+
 class Logits(Message):
     """Logits of one step, float32 [rows, vocab] on the device. Sequence in slots[i] owns rows starts[i]:starts[i+1].
 
     chosen: tokens of the rows, where the step sampled them itself; then there are no logits.
     features: [rows, n] on the device, what the drafter wants to know of the target's layers (Batch.feature_layers).
     seconds: that the step took, 0 where nobody waited for it.
+    drafts: where the step made its drafts by itself: what it put to the test, the first of them in its rows.
     """
 
     local: ClassVar[bool] = True
@@ -335,6 +343,7 @@ class Logits(Message):
     features: Any = None
     chosen: Ids | None = None
     seconds: float = 0.0
+    drafts: Drafts | None = None
 
 
 class Proposal(Message):

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from flowinfer.engine.draft_plan import DraftPlan
 from flowinfer.engine.grammar import Grammars
 from flowinfer.engine.sampling import choice_of, needs_no_host
 from flowinfer.message import Ids, Progress, Sequence
@@ -31,7 +32,9 @@ class Batch:
     without the host, by `choices`, one column a field of sampling.Choice.  drafting: whether spec-verify drafts at all.
     feature_layers: target layers (0-based) whose output the drafter wants with the logits, by spec-verify.
     engine, model_name: what runs the batch and what the file calls its model, by moe-decode, for whoever drafts.
-    overlaps: whether steps of sequences that need no host can run ahead of it while nothing is drafted, by moe-decode.
+    overlaps: whether steps of sequences that need no host can run ahead of it while it drafts nothing, by moe-decode.
+    plan: what captured steps are to do about drafts, by spec-verify, which then calls replan; by moe-decode.
+    most_drafts int32 [max_slots]: drafts of each slot that are verified of those that the device made, by spec-verify.
     progress_of: what a sequence with this history has given, used and learned; spec-verify knows.
     """
 
@@ -63,6 +66,9 @@ class Batch:
         self.exact_draws = False  # whether who else is in the batch mustn't decide where a token is drawn
         self.feature_layers: tuple[int, ...] = ()
         self.overlaps = False
+        self.plan = DraftPlan()
+        self.replan: Callable[[], None] = lambda: None
+        self.most_drafts: Ids = np.zeros(max_slots, np.int32)
         self.engine: Engine | None = None
         self.model_name = ""
         self.version: NDArray[np.int64] = np.zeros(max_slots, np.int64)
@@ -91,6 +97,7 @@ class Batch:
         self.num_tokens[slot], self.num_prompt[slot] = len(history), len(sequence.tokens)
         self.blocks[slot, : len(blocks)] = blocks
         self.num_blocks[slot] = len(blocks)
+        self.most_drafts[slot] = 0
         self.limit[slot] = min(len(sequence.tokens) + sequence.sampling.max_tokens, self.max_tokens)
         self.on_device[slot] = needs_no_host(sequence.sampling)
         if self.exact_draws and sequence.sampling.temperature > 0:

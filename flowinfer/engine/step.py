@@ -85,3 +85,11 @@ class StepInput:
         """The output of a wanted layer, rows of logits only."""
         assert self.features is not None, "only what is wanted is given"
         self.features.outputs[layer] = x_RH
+
+
+def blocks_of_tokens(step: StepInput, counts: Int32s, block_tokens: int) -> Int32s:
+    """int32 [T]: the arena block that each token's keys and values go to."""
+    sequence = np.repeat(np.arange(len(counts)), counts)
+    first = step.kv_lens - counts - step.query_starts[:-1]
+    position = np.arange(len(sequence)) + first[sequence]
+    return np.ascontiguousarray(step.block_tables[sequence, position // block_tokens], np.int32)

@@ -5,7 +5,6 @@ Dense models are one expert. Sampling, stops and drafts are spec-verify's; this 
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Collection, Iterable
 from functools import partial
@@ -13,7 +12,7 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
-from flowinfer.engine.formats import Weights
+from flowinfer.engine.formats import KVDtype, Weights
 from flowinfer.engine.held import KV_EVENTS, Run
 from flowinfer.engine.step import Features
 from flowinfer.errors import RequestError
@@ -55,6 +54,7 @@ class MoeDecode(Stage):
         model: str = setting("", change="cold")
         dtype: Literal["auto", "float32", "bfloat16"] = setting("auto", change="cold")
         weights: Weights = setting("checkpoint", change="cold")
+        kv_dtype: KVDtype = setting("auto", change="cold")
         max_batch: int = 64
         max_tokens: TokenCount | None = None
         resume_budget: Duration = setting(0.05, change="live")
@@ -65,7 +65,7 @@ class MoeDecode(Stage):
             return Contract(
                 needs={"sequences": frozenset({"kv"})},
                 drops=frozenset({"kv", "prefix", "bucket"}),
-                model=ModelUse(self.model, weights=True, dtype=self.dtype, packed=self.weights),
+                model=ModelUse(self.model, weights=True, dtype=self.dtype, packed=self.weights, kv=self.kv_dtype),
                 beside=frozenset({"spec-verify"}),
                 reads=frozenset({"cache-lookup"}),
                 fits=(Fit("experts", "moe-decode", misfit),) if self.experts.rebalance else (),
@@ -85,7 +85,7 @@ class MoeDecode(Stage):
         from flowinfer.transfer.departures import Departures
 
         self.query_starts = query_starts
-        self.engine = Engine.of(self.ctx, self.config.model, self.config.dtype, self.config.weights)
+        self.engine = Engine.of(self.ctx, self.config.model, self.config.dtype, self.config.weights, self.config.kv_dtype)
         self.lower = LowerTiers.of(self.ctx, self.engine)
         model = self.engine.model.config
         self.batch = self.ctx.shared(
@@ -105,6 +105,7 @@ class MoeDecode(Stage):
         self.batch.exact_draws = bool(self.engine.layout.kernels)
         self.overlap: Overlap | None = self._overlap()
         self.batch.overlaps = self.overlap is not None
+        self.batch.replan = self.overlap.follow if self.overlap is not None else lambda: None
         load = self.engine.expert_load
         self.planner = ExpertPlanner(self.ctx, load.windows["decode"], self.config.experts) if load else None
         self.departures = Departures(self.ctx, self.engine)
@@ -147,6 +148,8 @@ class MoeDecode(Stage):
         resumed = self._resume()
         if not resumed:
             self._admit()
+        if self.overlap is not None:
+            self.overlap.follow()
         if self.overlap is not None and (self.overlap or self._may_overlap(slots)):
             if (landed := self._step_ahead(self.overlap, slots)) is not None:
                 yield landed
@@ -329,8 +332,10 @@ class MoeDecode(Stage):
         Nobody runs where it may not.
         """
         batch = self.batch
-        pending = self.overlap.pending(slots) if self.overlap else 0
-        wanted = batch.num_tokens[slots] + counts - 1 + pending
+        pending = self.overlap.pending(slots, most=True) if self.overlap else 0
+        have = batch.num_tokens[slots]
+        # Of drafts ahead it isn't known how many will hold; a sequence's last token is never run.
+        wanted = np.minimum(have + counts - 1 + pending, np.maximum(batch.limit[slots] - 1, have))
         short = blocks_short(wanted, batch.num_blocks[slots], batch.block_tokens)
         if not short.any():
             return slots, counts, tokens
@@ -469,9 +474,9 @@ class MoeDecode(Stage):
             slots = np.concatenate([overlap.continuing() if overlap else slots, np.array(self._joined(), np.int32)])
             if not overlap.fits(slots):
                 break
-            ones = np.ones(len(slots), np.int32)
+            counts = overlap.counts(slots)
             # A preemption throws away what is in flight: a sequence alone in a full memory would never get on.
-            slots, _, _ = self._with_room(slots, ones, ones, may_preempt=not overlap)
+            slots, _, _ = self._with_room(slots, counts, np.repeat(slots, counts), may_preempt=not overlap)
             if not slots.size:
                 break
             self.ran[slots] = self.batch.version[slots]
@@ -482,21 +487,13 @@ class MoeDecode(Stage):
         return overlap.land(self.num_steps)
 
     def _run(self, slots: Ids, counts: Ids, tokens: Ids) -> Logits:
+        """Runs these rows and waits, by a captured step where there is one."""
         batch = self.batch
-        if self.overlap is not None:
-            self.overlap.graphs.forget(slots)
-        kv_lens = (batch.num_tokens[slots] + counts - 1).astype(np.int32)
-        width = -(-int(kv_lens.max()) // batch.block_tokens)
-        logits: Tensor | None
-        features, seconds = None, 0.0
-        if self.overlap is not None and len(tokens) == len(slots) and not batch.feature_layers:
-            began = time.perf_counter()
-            logits = self.overlap.graphs.logits(slots)
-            seconds = time.perf_counter() - began  # to start it; who chooses the tokens waits for it
+        judged = self.overlap.judge(slots, counts, tokens) if self.overlap is not None else None
+        if judged is None:
+            chosen, (logits, features, seconds) = None, self._forward(slots, counts, tokens)
         else:
-            features = Features(batch.feature_layers) if batch.feature_layers else None
-            logits = self.engine.forward(tokens, counts, kv_lens, batch.blocks[slots, :width], features=features)
-            seconds = self.engine.last_step[2]
+            chosen, logits, features, seconds = judged
         self.ran[slots] = batch.version[slots]
         self.num_steps += 1
         return Logits(
@@ -504,9 +501,21 @@ class MoeDecode(Stage):
             slots=slots,
             starts=self.query_starts(counts, len(tokens)),
             logits=logits,
-            features=features and features.joined(),
+            features=features if batch.feature_layers else None,
+            chosen=chosen,
             seconds=seconds,
         )
+
+    def _forward(self, slots: Ids, counts: Ids, tokens: Ids) -> tuple[Tensor | None, Tensor | None, float]:
+        """Logits, features where a drafter wants them, and seconds of an eager step."""
+        batch = self.batch
+        if self.overlap is not None:
+            self.overlap.graphs.forget(slots)
+        kv_lens = (batch.num_tokens[slots] + counts - 1).astype(np.int32)
+        tables = batch.blocks[slots, : -(-int(kv_lens.max()) // batch.block_tokens)]
+        features = Features(batch.feature_layers) if batch.feature_layers else None
+        logits = self.engine.forward(tokens, counts, kv_lens, tables, features=features)
+        return logits, features.joined() if features else None, self.engine.last_step[2]
 
 
 _NONE: Ids = np.zeros(0, np.int32)

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from flowinfer.message import Ids, Logits, Progress
+from flowinfer.engine.draft_plan import DraftPlan
+from flowinfer.message import Drafts, Ids, Logits, Progress
 from flowinfer.stages.spec_verify.calibration import Calibration
 from flowinfer.stages.spec_verify.count import SpecCounters
 from flowinfer.stages.spec_verify.drafts import F32, Acceptance, Acceptances, Choose, Drafter, DraftSchedule, Ran
@@ -40,7 +41,9 @@ class Drafting:
         schedule: DraftSchedule,
         max_drafts: int,
         acceptances: Callable[[int, int], Acceptances] = Acceptance,
+        ngram: tuple[int, int] | None = None,
     ) -> None:
+        """ngram: lengths of n-grams, least and most, if these are the drafts; a captured step may look them up."""
         self.batch, self.sampler, self.limit = batch, sampler, limit
         self.drafter, self.schedule = drafter, schedule
         self.max_drafts = min(max_drafts, batch.max_drafts, drafter.block) if drafter else 0
@@ -54,8 +57,12 @@ class Drafting:
         self.calibration = Calibration()
         self._is_ahead, self._is_due = False, False  # the last step ran ahead of the host; a look waits for that to end
         self._landed_at = 0.0  # when the last step did that ran ahead
-        batch.drafting = self.max_drafts > 0
+        self.looks_up = bool(ngram) and batch.overlaps and self.max_drafts > 0
+        batch.drafting = self.max_drafts > 0 and not self.looks_up
         batch.feature_layers = drafter.needs_features if drafter else ()
+        batch.plan = DraftPlan(self.max_drafts, ngram if self.looks_up else None, batch.feature_layers)
+        batch.most_drafts[:] = 0
+        batch.replan()
 
     def join(self, slot: int, progress: Progress | None = None) -> None:
         """Takes up the sequence that now runs in this slot. progress: what another worker learned of it."""
@@ -84,7 +91,7 @@ class Drafting:
             return
         context, num_rows = float(self.batch.num_tokens[step.slots].mean()), int(step.starts[-1])
         now, before = time.perf_counter(), self._landed_at
-        self._is_ahead = step.chosen is not None
+        self._is_ahead = step.chosen is not None and step.seconds == 0
         self._landed_at = now if self._is_ahead else 0.0
         seconds = step.seconds + judged_s if step.seconds > 0 else now - before if self._is_ahead and before else 0.0
         if seconds > 0:
@@ -92,7 +99,7 @@ class Drafting:
 
     def observe(self, step: Logits, slots: Ids, first_rows: Ids, counts: Ids) -> None:
         """slots[i] goes on, with counts[i] new tokens: the first counts[i] of its rows ran what is history now."""
-        if not self.drafter:
+        if not self.drafter or step.drafts is not None:  # which it looks up in the history itself
             return
         within = np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
         owners = np.repeat(slots, counts)
@@ -106,10 +113,15 @@ class Drafting:
         tokens = self.batch.tokens[owners, positions]
         self.drafter.observe(Ran(owners, positions.astype(np.int32), tokens, features))
 
+    def take(self, slots: Ids, drafts: Drafts) -> None:
+        """A step put drafts of its own to the test. Those of settings that are gone say nothing."""
+        if self.looks_up and drafts.tokens.shape[1] == self.max_drafts:
+            self.has_guess[slots], self.guesses[slots], self.knows_confidence = drafts.found, drafts.tokens, False
+
     def learn(self, slots: Ids, chosen: Ids, counts: Ids, num_drafts: Ids, accepted: Ids) -> None:
         """Counts what was verified, and learns from what was guessed, verified or not."""
         if num_drafts.any():
-            self.counters.count(num_drafts, accepted)
+            self.counters.count(*(np.minimum(numbers, self.max_drafts) for numbers in (num_drafts, accepted)))
         guessed = self.has_guess[slots] & (counts > 0)
         if not guessed.any():
             return
@@ -133,6 +145,9 @@ class Drafting:
         """
         ones: Ids = np.ones(slots.size, np.int32)
         confidences = self.acceptances.of(slots)
+        if self.looks_up and self.batch.on_device[slots].all():
+            self._allow(slots, confidences)
+            return ones, self.guesses[slots]
         if not self.drafter or not self._may_guess(confidences, step):
             self.has_guess[slots] = False
             return ones, self.guesses[slots]
@@ -159,6 +174,13 @@ class Drafting:
             for i in [i for i, slot in enumerate(slots.tolist()) if slot in constrained and counts[i] > 1]:
                 counts[i] = 1 + self.sampler.fitting(int(slots[i]), drafts[i, : counts[i] - 1])
         return counts, drafts
+
+    def _allow(self, slots: Ids, confidences: F64) -> None:
+        """Steps look up drafts by themselves, ahead of the host, which says how many they may verify of each."""
+        limits = np.full(slots.size, self.max_drafts, np.int64)
+        self.batch.most_drafts[slots] = self.schedule.choose(confidences, limits)
+        self.batch.drafting = False
+        self.has_guess[slots] = False  # until a step says what it found
 
     def _may_guess(self, confidences: F64, step: int) -> bool:
         """Whether drafts are wanted now; while they aren't, steps may run ahead of the host, and must land first.

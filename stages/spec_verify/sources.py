@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from flowinfer.engine.engine import Engine
     from flowinfer.stages.spec_verify.stage import SpecVerify
 
-ON_GPU = "a decode step with drafts waits for the host: such steps don't overlap, as they do with `draft: none`."
+ON_GPU = "its drafts are the host's: steps that verify them don't run ahead of it, as they do with `ngram` or `none`."
 
 
 def fits(config: SpecVerify.Config) -> tuple[Fit, ...]:

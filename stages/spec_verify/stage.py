@@ -95,7 +95,7 @@ class SpecVerify(Stage):
                 beside=frozenset({"moe-decode"}),
                 model=ModelUse(self.draft_model) if self.draft == "model" else None,
                 fits=fits(self),
-                on_gpu=ON_GPU if self.draft != "none" else "",
+                on_gpu=ON_GPU if self.draft not in ("none", "ngram") else "",
             )
 
     config: Config
@@ -150,6 +150,7 @@ class SpecVerify(Stage):
             schedule,
             max_drafts=config.tokens,
             acceptances=make_acceptances(config),
+            ngram=(config.ngram_min, config.ngram_max) if config.draft == "ngram" else None,
         )
         for slot in self.tenants.slot_of.values():
             self.drafting.join(slot)
@@ -235,7 +236,9 @@ class SpecVerify(Stage):
         """Samples, accepts, cuts at ends, and writes the history. Rows of sequences that are gone are left out."""
         slots, batch = step.slots, self.batch
         known = self.tenants.known(slots)
-        drafts = self.drafting.guesses[slots]
+        if step.drafts is not None:
+            self.drafting.take(slots, step.drafts)
+        drafts = self.drafting.guesses[slots] if step.drafts is None else step.drafts.tokens
         num_drafts = np.diff(step.starts) - 1
         positions = batch.num_tokens[slots]
         if step.chosen is not None:

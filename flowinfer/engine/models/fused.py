@@ -9,10 +9,10 @@ Dimensions as in decoder.py; B rows of a decode step.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -22,7 +22,7 @@ from flowinfer.engine.models.decoder import Layer, Model
 from flowinfer.engine.models.linear import Linear, Projection
 from flowinfer.engine.models.moe import ExpertFFN, GatedFFN, StackedExperts
 from flowinfer.engine.models.rope import Rope
-from flowinfer.engine.step import Int32s, StepInput
+from flowinfer.engine.step import Features, StepInput, blocks_of_tokens
 from flowinfer.kernels import arch
 from flowinfer.kernels.activation import silu_mul
 from flowinfer.kernels.decode_attention import DecodeBatch, Scratch, decode_attention
@@ -31,6 +31,8 @@ from flowinfer.kernels.norm import rms_norm
 from flowinfer.kernels.prefill_attention import Tiling, plan_tiles, prefill_attention
 from flowinfer.kernels.rope import Heads, rope_write
 from flowinfer.kernels.skinny_linear import skinny_linear
+from flowinfer.kernels.verify import Rows
+from flowinfer.kernels.verify_attention import make_scratch, verify_attention
 
 FEW_ROWS = 16  # rows up to which skinny_linear beats cuBLAS by up to a tenth on products as long as the hidden size
 OWN_ROWS = 512  # whole prompts of at least so many tokens attend by torch's kernel: it reads no pages
@@ -85,33 +87,81 @@ class FusedModel(Model):
     # ------------------------------------------------------------------------------------------------ one token a row
 
     def decode(
-        self, last_S: Tensor, batch: DecodeBatch, kv: Tensor, scratch: Scratch, chosen: list[Tensor] | None = None
+        self,
+        last_S: Tensor,
+        batch: DecodeBatch,
+        kv: Tensor,
+        scratch: Scratch,
+        chosen: list[Tensor] | None = None,
+        out: Tensor | None = None,
     ) -> Tensor:
         """Logits [B, V] in the model's dtype of the token that follows each slot's last one, whose KV is written.
 
         last_S int32: last token by slot. Nothing here waits for the device. chosen, where given, receives a tensor
-        int32 [B, top] for each expert layer: the experts of each row.
+        int32 [B, top] for each expert layer: the experts of each row. out [B, V], where given, takes the logits.
         """
         kv = self._paged(kv)
-        tokens = last_S.index_select(0, batch.slots.clamp(min=0))
+
+        def attend(qkv: Tensor, index: int) -> Tensor:
+            norms, eps = self._layers[index].qk_norm_D, self.config.norm_eps
+            return decode_attention(qkv, kv, index, self.heads, batch, self._rope_PD, norms, eps, scratch)
+
+        return self._rows(last_S.index_select(0, batch.slots.clamp(min=0)), attend, chosen, out=out)
+
+    def verify(
+        self,
+        rows: Rows,
+        batch: DecodeBatch,
+        kv: Tensor,
+        scratch: Scratch,
+        chosen: list[Tensor] | None = None,
+        out: Tensor | None = None,
+        features: Features | None = None,
+    ) -> Tensor:
+        """Logits [R, V] of the token behind each row: each slot's last token and its drafts, whose KV is written.
+
+        batch as of the last tokens; scratch of verify_attention. chosen and out as in decode, by row; features takes
+        what its layers give for all rows. What rows that aren't real give is finite and means nothing.
+        """
+        kv = self._paged(kv)
+
+        def attend(qkv: Tensor, index: int) -> Tensor:
+            norms, eps = self._layers[index].qk_norm_D, self.config.norm_eps
+            return verify_attention(
+                qkv, kv, index, self.heads, batch, rows.counts, self._rope_PD, norms, eps, scratch
+            )  # fmt: skip
+
+        return self._rows(rows.tokens, attend, chosen, out=out, features=features)
+
+    def verify_scratch(self, sequences: int, rows: int) -> Scratch:
+        """What `verify` needs for batches of up to so many sequences of so many rows."""
+        return make_scratch(sequences, rows, self.heads, self.device)
+
+    def _rows(
+        self,
+        tokens: Tensor,
+        attend: Callable[[Tensor, int], Tensor],
+        chosen: list[Tensor] | None,
+        *,
+        out: Tensor | None,
+        features: Features | None = None,
+    ) -> Tensor:
         x = F.embedding(tokens, self._embed_VH)
         eps, delta = self.config.norm_eps, None
         for index, layer in enumerate(self._layers):
             x, normed = rms_norm(x, layer.input_norm_H, eps, delta=delta)
-            attended = self._attend(self._project(normed, index), batch, kv, scratch, index)
+            attended = attend(self._project(normed, index), index)
             x, normed = rms_norm(x, layer.post_norm_H, eps, delta=self._output(attended, index))
             ffn = layer.ffn
             if isinstance(ffn, StackedExperts):
                 delta = self._routed(normed, ffn, self._bucketed(F.linear(normed, *_plain(ffn.router)), ffn, chosen))
             else:
                 delta = self._dense(normed, index, split=True)
+            if features is not None and index in features.layers:
+                given, _ = rms_norm(x.clone(), self._norm_H, eps, delta=delta)  # delta may be a row for each expert
+                features.outputs[index] = given
         _, normed = rms_norm(x, self._norm_H, eps, delta=delta)
-        return F.linear(normed, self.head_VH)
-
-    def _attend(self, qkv: Tensor, batch: DecodeBatch, kv: Tensor, scratch: Scratch, index: int) -> Tensor:
-        norms = self._layers[index].qk_norm_D
-        eps = self.config.norm_eps
-        return decode_attention(qkv, kv, index, self.heads, batch, self._rope_PD, norms, eps, scratch)
+        return F.linear(normed, self.head_VH) if out is None else torch.mm(normed, self.head_VH.t(), out=out)
 
     def _bucketed(self, logits: Tensor, ffn: StackedExperts, chosen: list[Tensor] | None) -> Routing:
         ids, weights = route(logits, ffn.per_token, norm_topk=ffn.norm_topk)
@@ -236,14 +286,6 @@ def attend_own(qk: Tensor, qkv: Tensor, heads: Heads, counts: tuple[int, ...]) -
 def _at(rows: Tensor | None, x: Tensor, delta: Tensor | None) -> Tensor:
     """Rows of the residual stream, of which delta may not be added yet."""
     return x[rows] if delta is None else x[rows] + delta[rows]
-
-
-def blocks_of_tokens(step: StepInput, counts: Int32s, block_tokens: int) -> Int32s:
-    """int32 [T]: the arena block that each token's keys and values go to."""
-    sequence = np.repeat(np.arange(len(counts)), counts)
-    first = step.kv_lens - counts - step.query_starts[:-1]
-    position = np.arange(len(sequence)) + first[sequence]
-    return np.ascontiguousarray(step.block_tables[sequence, position // block_tokens], np.int32)
 
 
 def _product(x: Tensor, weight: Weight) -> Tensor:

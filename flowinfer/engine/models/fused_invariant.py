@@ -18,12 +18,12 @@ from torch import Tensor
 
 from flowinfer.engine.models.config import ModelConfig
 from flowinfer.engine.models.decoder import Layer
-from flowinfer.engine.models.fused import FusedModel, Weight, blocks_of_tokens
+from flowinfer.engine.models.fused import FusedModel, Weight
 from flowinfer.engine.models.invariant import Invariance
 from flowinfer.engine.models.moe import StackedExperts
 from flowinfer.engine.models.rope import Rope
-from flowinfer.engine.step import StepInput
-from flowinfer.errors import ModelError
+from flowinfer.engine.step import Features, StepInput, blocks_of_tokens
+from flowinfer.errors import KernelUnsupported, ModelError
 from flowinfer.kernels.activation import silu_mul
 from flowinfer.kernels.decode_attention import DecodeBatch, Scratch
 from flowinfer.kernels.experts import MOST_ROWS, bucket, gather_gated, route, weighted
@@ -32,6 +32,7 @@ from flowinfer.kernels.invariant_linear import WIDE_ROWS, invariant_linear
 from flowinfer.kernels.norm import rms_norm
 from flowinfer.kernels.prefill_attention import Tiling, plan_tiles
 from flowinfer.kernels.rope import rope_write
+from flowinfer.kernels.verify import Rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,25 +73,59 @@ class InvariantModel(FusedModel):
                 self.wide.add(tuple(weight.shape))
 
     def decode(
-        self, last_S: Tensor, batch: DecodeBatch, kv: Tensor, scratch: Scratch, chosen: list[Tensor] | None = None
+        self,
+        last_S: Tensor,
+        batch: DecodeBatch,
+        kv: Tensor,
+        scratch: Scratch,
+        chosen: list[Tensor] | None = None,
+        out: Tensor | None = None,
     ) -> Tensor:
         """As FusedModel.decode; scratch isn't needed. Rows of padding read the first position of slot 0."""
-        kv = self._paged(kv)
         slots = batch.slots.clamp(min=0)
-        nobody = batch.slots < 0
-        lengths = batch.lengths.index_select(0, slots).masked_fill(nobody, 1)
-        tables = batch.block_tables.index_select(0, slots)
+        lengths = batch.lengths.index_select(0, slots)
+        return self._alone(last_S.index_select(0, slots), slots, lengths, batch.slots < 0, batch, kv, chosen, out)
+
+    def verify(
+        self,
+        rows: Rows,
+        batch: DecodeBatch,
+        kv: Tensor,
+        scratch: Scratch,
+        chosen: list[Tensor] | None = None,
+        out: Tensor | None = None,
+        features: Features | None = None,
+    ) -> Tensor:
+        """As FusedModel.verify: keys and values of all rows are written before the first attends, each for itself."""
+        if features is not None:
+            raise KernelUnsupported("batch_invariant: a captured step gives no features.")
+        slots = batch.slots.clamp(min=0).repeat_interleave(len(rows.ids) // len(batch.slots))
+        return self._alone(rows.tokens, slots, rows.lengths, rows.ids < 0, batch, kv, chosen, out)
+
+    def verify_scratch(self, sequences: int, rows: int) -> Scratch:
+        """Nothing."""
+        return Scratch.make(1, self.heads, self.device)
+
+    def _alone(
+        self, tokens_R: Tensor, slots_R: Tensor, lengths_R: Tensor, nobody_R: Tensor, batch: DecodeBatch, kv: Tensor,
+        chosen: list[Tensor] | None, out: Tensor | None,
+    ) -> Tensor:  # fmt: skip
+        """Logits of rows that each attend as a sequence of their own, of so many tokens."""
+        kv = self._paged(kv)
+        lengths = lengths_R.masked_fill(nobody_R, 1)
+        tables = batch.block_tables.index_select(0, slots_R)
         positions = (lengths - 1).long()
         blocks = tables.gather(1, (positions // kv.shape[4]).unsqueeze(1)).squeeze(1)
-        starts = torch.arange(len(slots) + 1, dtype=torch.int32, device=self.device)
+        starts = torch.arange(len(slots_R) + 1, dtype=torch.int32, device=self.device)
         tiles = torch.stack((starts[:-1], torch.zeros_like(starts[:-1])), 1)
         group = self.heads.num_heads // self.heads.num_kv_heads
         tiling = Tiling(tiles, starts, lengths, tables, tokens=max(1, TILE_ROWS // group))
-        rows = _Rows(positions, blocks.masked_fill(nobody, -1), tiling, self._parts_for(tables))
-        x, delta = self._through(F.embedding(last_S.index_select(0, slots), self._embed_VH), kv, rows, None, chosen)
+        rows = _Rows(positions, blocks.masked_fill(nobody_R, -1), tiling, self._parts_for(tables))
+        x, delta = self._through(F.embedding(tokens_R, self._embed_VH), kv, rows, None, chosen)
         assert x is not None, "a step that wants logits goes through the last layer"
         _, normed = rms_norm(x, self._norm_H, self.config.norm_eps, delta=delta)
-        return self._product(normed, Weight(self.head_VH, None))
+        logits = self._product(normed, Weight(self.head_VH, None))
+        return logits if out is None else out.copy_(logits)
 
     def _parts_for(self, tables: Tensor) -> Parts:
         """Room for the splits of such a step; layers and steps of one stream share it."""
