@@ -58,7 +58,12 @@ TABLE: tuple[Needs, ...] = (
     Needs("verify", (8, 0), _FLOATS, "spec-verify counts drafts that hold on the host"),
     Needs("ngram", (8, 0), _FLOATS, "spec-verify looks drafts up on the host"),
     Needs("dequantize", (8, 0), _FLOATS, "a table look-up and a product in float32"),
-    Needs("copy_blocks", (8, 0), ("bfloat16", "float32", "float16"), "a copy by the driver for each block"),
+    Needs(
+        "copy_blocks",
+        (8, 0),
+        ("bfloat16", "float32", "float16", "float8_e4m3fn"),
+        "a copy by the driver for each block",
+    ),
     Needs(
         "grouped_experts",
         (9, 0),

@@ -37,17 +37,20 @@ def copy_blocks(
     ids_B2: Tensor,
     block_bytes: int,
     *,
+    steps: tuple[int, int] | None = None,
     tile: int = 0,
     warps: int = 0,
 ) -> None:
     """target[ids[b, 0]] = source[ids[b, 1]] for each row b of ids, int32 [B, 2] on the device that copies.
 
     target, source: contiguous arenas of blocks of block_bytes, a multiple of 16; what is written isn't read.
+    steps: bytes from one block of the target to the next, and of the source, where only a part of each is copied.
     tile: 4-byte words of a program, warps: of one; 0: as measured best.  Raises KernelUnsupported for what it can't.
     """
     from flowinfer.kernels.copy_blocks.triton import launch
 
-    if block_bytes % ALIGNED or target.data_ptr() % ALIGNED or source.data_ptr() % ALIGNED:
+    to_step, of_step = steps or (block_bytes, block_bytes)
+    if any(size % ALIGNED for size in (block_bytes, to_step, of_step, target.data_ptr(), source.data_ptr())):
         raise KernelUnsupported(
             f"copy_blocks takes aligned blocks of a multiple of {ALIGNED} bytes, not {block_bytes}."
         )
@@ -56,7 +59,8 @@ def copy_blocks(
             f"copy_blocks takes up to {MOST_BLOCKS} rows of int32, not {ids_B2.dtype} {len(ids_B2)}."
         )
     if len(ids_B2):
-        launch(_words(target), _words(source), ids_B2, block_bytes // 4, tile, warps)
+        words = block_bytes // 4, to_step // 4, of_step // 4
+        launch(_words(target), _words(source), ids_B2, words, tile, warps)
 
 
 def _words(arena: Tensor | DeviceMemory) -> Tensor | DeviceMemory:

@@ -306,6 +306,15 @@ def test_blocks_are_copied_to_where_they_belong_and_nothing_else_changes(
     assert torch.equal(target.cpu(), expected)
 
 
+def test_a_part_of_each_block_is_copied_where_blocks_lie_further_apart() -> None:
+    target, source = random(6, 24), random(9, 40, seed=1)
+    ids = torch.tensor([[4, 8], [0, 0], [5, 3]], dtype=torch.int32)
+    expected = target.cpu().clone()
+    copy_blocks_reference(expected[:, :12], source.cpu()[:, :12], ids)
+    copy_blocks(target, source, ids.to(DEVICE), 48, steps=(96, 160))
+    assert torch.equal(target.cpu(), expected)
+
+
 @pytest.mark.parametrize("wrong", ["bytes", "strides", "ids"])
 def test_what_copy_blocks_cannot_copy_is_refused(wrong: str) -> None:
     target = random(4, 16)[:, ::2] if wrong == "strides" else random(4, 8)

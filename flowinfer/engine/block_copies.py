@@ -1,0 +1,64 @@
+"""Copies of many blocks of one engine's KV, or of a part of each: one launch on a card whose kernel does it."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from flowinfer.kernels import arch
+from flowinfer.message import Ids
+
+
+class BlockCopies:
+    """Of `kv` [blocks, ...], contiguous. fits: whether the kernel copies this part of its blocks."""
+
+    def __init__(self, kv: Tensor) -> None:
+        self._kv, self._size = kv.view(len(kv), -1), kv[0].numel() * kv.element_size()
+        dtype = str(kv.dtype).removeprefix("torch.")
+        self._has_kernel = self._size % 16 == 0 and arch.supported("copy_blocks", str(kv.device), dtype)
+
+    def fits(self, part: slice) -> bool:
+        """part: elements of a block."""
+        item = self._kv.element_size()
+        return self._has_kernel and part.start * item % 16 == 0 and (part.stop - part.start) * item % 16 == 0
+
+    def within(self, targets: Ids, sources: Ids) -> None:
+        """kv[targets[i]] = kv[sources[i]], behind what is queued; no target is a source."""
+        if not self._has_kernel:
+            for to, of in zip(targets.tolist(), sources.tolist(), strict=True):
+                self._kv[to].copy_(self._kv[of])
+            return
+        from flowinfer.kernels.copy_blocks import copy_blocks
+
+        for pairs in self._pairs(targets, sources):
+            copy_blocks(self._kv, self._kv, pairs, self._size)
+
+    def gather(self, blocks: Ids, part: slice, out: Tensor) -> None:
+        """out[i] = this part of kv[blocks[i]], on the current stream; out [blocks, part] contiguous on the card."""
+        self._move(blocks, part, out, inward=False)
+
+    def scatter(self, blocks: Ids, part: slice, data: Tensor) -> None:
+        """This part of kv[blocks[i]] = data[i], as in gather."""
+        self._move(blocks, part, data, inward=True)
+
+    def _move(self, blocks: Ids, part: slice, packed: Tensor, *, inward: bool) -> None:
+        from flowinfer.kernels.copy_blocks import DeviceMemory, copy_blocks
+
+        item = self._kv.element_size()
+        size, arena = (part.stop - part.start) * item, DeviceMemory(self._kv.data_ptr() + part.start * item)
+        places = np.arange(len(blocks), dtype=np.int32)
+        if inward:
+            for pairs in self._pairs(blocks, places):
+                copy_blocks(arena, packed, pairs, size, steps=(self._size, size))
+        else:
+            for pairs in self._pairs(places, blocks):
+                copy_blocks(packed, arena, pairs, size, steps=(size, self._size))
+
+    def _pairs(self, targets: Ids, sources: Ids) -> list[Tensor]:
+        """int32 [n, 2] on the device, as many as a launch takes each. Doesn't wait."""
+        from flowinfer.kernels.copy_blocks import MOST_BLOCKS
+
+        pairs = torch.from_numpy(np.stack([targets, sources], 1).astype(np.int32))
+        sent = (pairs.pin_memory() if self._kv.device.type == "cuda" else pairs).to(self._kv.device, non_blocking=True)
+        return list(sent.split(MOST_BLOCKS))
