@@ -19,11 +19,13 @@ import torch
 from flowinfer.cache.keys import extend_chain
 from flowinfer.cache.policies.eviction import Eviction, make_eviction
 from flowinfer.engine import hub
+from flowinfer.engine.block_copies import BlockCopies
 from flowinfer.engine.cost import StepTimeModel
 from flowinfer.engine.expert_load import ExpertLoad, LoadWindow, Phase
+from flowinfer.engine.formats import FP8
 from flowinfer.engine.held import HeldKV, Run
 from flowinfer.engine.layout import DTYPE_BYTES, KVLayout
-from flowinfer.engine.models import load_model
+from flowinfer.engine.models import fp8, load_model
 from flowinfer.engine.pool import KVPool
 from flowinfer.engine.prefixes import Prefixes, mode_of
 from flowinfer.engine.staging import Staging
@@ -59,16 +61,21 @@ if TYPE_CHECKING:
 class Engine:
     """Weights, KV memory and held sequences of one model. `kv` is the arena tensor, as in KVLayout."""
 
-    def __init__(self, ctx: Context, model: str, dtype: str, weights: str = "checkpoint") -> None:
+    def __init__(
+        self, ctx: Context, model: str, dtype: str, weights: str = "checkpoint", kv_dtype: str = "auto"
+    ) -> None:
         path = hub.resolve(model)
         torch.set_num_threads(ctx.threads)
         self.ctx = ctx
         kernels = _kernels_of(ctx)
         self.model = load_model(path, dtype=dtype, device=ctx.device, batch_invariant=bool(kernels), weights=weights)
         stored = str(self.model.dtype).removeprefix("torch.")
-        self.layout: KVLayout = hub.describe(path).layout(stored, kernels=kernels, weights=weights)
+        if kv_dtype == FP8:
+            fp8.refuse_kv(self.model, batch_invariant=bool(kernels))
+        self.layout: KVLayout = hub.describe(path).layout(stored, kernels=kernels, weights=weights, kv=kv_dtype)
         arena = sized_arena(ctx.arena(self.layout), self.layout, ctx.device)
         self.kv = _arena_tensor(arena, self.layout, ctx.device)
+        self.copies = BlockCopies(self.kv)
         self.staging = Staging(self.kv, self.layout)
         self.shares_memory = arena.shared
         self.pool = KVPool(
@@ -119,13 +126,13 @@ class Engine:
                 gauge.set_function(partial(_peak, window, row))
 
     @classmethod
-    def of(cls, ctx: Context, model: str, dtype: str, weights: str = "checkpoint") -> Engine:
+    def of(cls, ctx: Context, model: str, dtype: str, weights: str = "checkpoint", kv_dtype: str = "auto") -> Engine:
         """The engine of this model in this worker, loaded on first use.
 
         Raises ModelError for a stage that wants hits to be used in another way than one that has it already.
         """
-        key = ("engine", model, dtype, weights)
-        engine = ctx.shared(key, lambda: cls(ctx, model, dtype, weights), arms=True)
+        key = ("engine", model, dtype, weights, kv_dtype)
+        engine = ctx.shared(key, lambda: cls(ctx, model, dtype, weights, kv_dtype), arms=True)
         engine.prefixes.check(mode_of(ctx))
         return engine
 
@@ -315,9 +322,10 @@ class Engine:
         """CUDA graphs of this model's decode step over the batch's slots, captured now; None where it has none."""
         if self.model.device.type != "cuda":
             return None
+        from flowinfer.engine.models.deepseek_v4.fused import FusedV4
         from flowinfer.engine.models.fused import FusedModel  # here: it imports Triton
 
-        if not isinstance(self.model, FusedModel):
+        if not isinstance(self.model, FusedModel | FusedV4):
             return None
         from flowinfer.engine.decode_graphs import DecodeGraphs
 
@@ -373,8 +381,7 @@ class Engine:
     def copy_blocks(self, targets: Sequence[int], sources: Sequence[int]) -> None:
         """Copies blocks of the arena, whoever owns the sources, over blocks of ours."""
         with torch.inference_mode():
-            for to, of in zip(targets, sources, strict=True):
-                self.kv[to].copy_(self.kv[of])
+            self.copies.within(np.array(targets, np.int32), np.array(sources, np.int32))
 
     def _on_release(self, event: KVRelease) -> None:
         held = self.held.get(event.id)

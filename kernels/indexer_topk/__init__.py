@@ -25,7 +25,7 @@ SCORE_BYTES = 256 << 20  # of scores in memory at once: tokens come in parts of 
 def indexer_topk(q_THD: Tensor, weights_TH: Tensor, keys: Tensor, rows: TokenRows, *, rate: int, top: int) -> Tensor:
     """int32 [T, top]: numbers of the chosen entries, ascending; -1 behind the last where a token sees fewer.
 
-    q [T, H, D], rotated, its last two dimensions contiguous; weights float32 [T, H], by rows; keys [blocks,
+    q [T, H, D], rotated, its last two dimensions contiguous; weights [T, H] of any float dtype; keys [blocks,
     block_tokens / rate, D], a section of the arena, of q's dtype, whose entries of this step are written. A token at
     position p sees entries below (p + 1) // rate. Scores are float32: the sum over heads of weight * relu(q . k) *
     D^-0.5. Nothing waits for the device, and sizes hang on the tables alone: a CUDA graph can hold it.
@@ -34,11 +34,8 @@ def indexer_topk(q_THD: Tensor, weights_TH: Tensor, keys: Tensor, rows: TokenRow
     from flowinfer.kernels.indexer_topk.triton import launch_choose, launch_scores
 
     tokens, heads, size = q_THD.shape
-    if q_THD.dtype != keys.dtype or weights_TH.dtype is not torch.float32:
-        raise KernelUnsupported(
-            f"indexer_topk: queries {q_THD.dtype} and keys {keys.dtype} must agree, and weights be float32 "
-            f"(got {weights_TH.dtype})."
-        )
+    if q_THD.dtype != keys.dtype:
+        raise KernelUnsupported(f"indexer_topk: queries {q_THD.dtype} and keys {keys.dtype} must agree.")
     if q_THD.stride()[1:] != (size, 1) or keys.stride()[1:] != (size, 1) or weights_TH.stride(1) != 1:
         raise KernelUnsupported("indexer_topk needs contiguous heads, entries and weights of a token.")
     if keys.shape[1] != rows.block_tokens // rate or weights_TH.shape != (tokens, heads):

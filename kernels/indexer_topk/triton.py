@@ -61,7 +61,7 @@ def _scores(
         )
         index = tl.load(keys + at[None, :] + d[:, None], mask=there[None, :] & in_d[:, None], other=0.0)
         products = tl.maximum(tl.dot(queries, index, input_precision="ieee"), 0.0) * scale
-        weight = tl.load(weights + t * weight_stride + h, mask=h < H, other=0.0)
+        weight = tl.load(weights + t * weight_stride + h, mask=h < H, other=0.0).to(tl.float32)
         total = tl.sum(products * weight[:, None], 0)
         tl.store(scores + t * score_stride + entry, tl.where(total == 0, 0.0, total), mask=there)  # -0 ties with 0
 

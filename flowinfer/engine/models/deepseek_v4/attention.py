@@ -45,10 +45,10 @@ class Grouped:
     """A product a group: x [T, groups, in] and weight [groups, in, out] to [T, groups, out]."""
 
     def __init__(self, weight_GIO: Tensor) -> None:
-        self._weight_GIO = weight_GIO
+        self.weight_GIO = weight_GIO
 
     def __call__(self, x_TGI: Tensor) -> Tensor:
-        return torch.bmm(x_TGI.transpose(0, 1), self._weight_GIO).transpose(0, 1)
+        return torch.bmm(x_TGI.transpose(0, 1), self.weight_GIO).transpose(0, 1)
 
 
 def attend(x_TH: Tensor, weights: Attention, sections: dict[str, Tensor], plan: Plan, config: V4Config) -> Tensor:

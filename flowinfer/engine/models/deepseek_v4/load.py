@@ -35,12 +35,27 @@ def build(
     own: Makers | None = None,
 ) -> V4Model:
     """The model of an open checkpoint. Raises ModelError naming a missing, misshapen or unknown tensor."""
-    if invariance is not None and weights.device.type != "cpu":
+    fused = _can_fuse(weights.device, weights.dtype)
+    if invariance is not None and weights.device.type != "cpu" and not fused:
         raise ModelError(
-            "batch_invariant: DeepSeek-V4 keeps it on CPUs only; on a GPU its products are the library's.",
-            help="Use `device: cpu`, or leave batch_invariant out.",
+            f"batch_invariant on {weights.device} needs Triton's kernels, which don't run there.",
+            help="`flowinfer doctor` says why. Use `device: cpu`, or leave batch_invariant out.",
         )
+    if fused:  # its kernels keep the mode by themselves: parts stay plain
+        return _Loader(config, weights, None, None).fused(progress, invariant=invariance is not None)
     return _Loader(config, weights, invariance, own).model(progress)
+
+
+def _can_fuse(device: torch.device, dtype: torch.dtype) -> bool:
+    if device.type != "cuda":
+        return False
+    from flowinfer.kernels.arch import has_triton
+
+    if not has_triton():
+        return False
+    from flowinfer.engine.models.deepseek_v4.fused import can_fuse
+
+    return can_fuse(device, dtype)
 
 
 class _Loader:
@@ -57,6 +72,21 @@ class _Loader:
         self.load_LE = zero_load(config, weights.device)
 
     def model(self, progress: Callable[[int, int], None] | None) -> V4Model:
+        model = V4Model(*self.parts(progress))
+        model.expert_load_LE = self.load_LE
+        return model
+
+    def fused(self, progress: Callable[[int, int], None] | None, *, invariant: bool) -> V4Model:
+        from flowinfer.engine.models.deepseek_v4.fused import FusedV4
+
+        model = FusedV4(*self.parts(progress), inverses=(self.main, self.wide), invariant=invariant)
+        model.expert_load_LE = self.load_LE
+        return model
+
+    def parts(
+        self, progress: Callable[[int, int], None] | None
+    ) -> tuple[V4Config, Tensor, list[Layer], Hyper, Tensor, Projection]:
+        """What a V4Model is made of."""
         config, hidden = self.config, self.config.hidden_size
         embed = self.matrix(self.either("embed.weight", "embed_tokens.weight"), config.vocab_size, hidden)
         layers = []
@@ -71,9 +101,7 @@ class _Loader:
         collapse = self.mixing(*(self.exact(name, shape) for name, shape in zip(hyper, shapes, strict=True)))
         norm = self.exact("norm.weight", (hidden,))
         self.weights.finish(ignore=("head.weight",) if config.tied_embeddings else (), skip=_IGNORED)
-        model = V4Model(config, embed, layers, collapse, norm, self.make_head(head, None))
-        model.expert_load_LE = self.load_LE
-        return model
+        return config, embed, layers, collapse, norm, self.make_head(head, None)
 
     def layer(self, index: int) -> Layer:
         hidden, name = self.config.hidden_size, f"layers.{index}."
