@@ -53,6 +53,7 @@ class InvariantModel(FusedModel):
     ) -> None:
         super().__init__(config, embed_VH, layers, norm_H, head_VH, rope)
         self._parts: dict[int, Parts] = {}  # by blocks of a table
+        self._outgrown: list[Parts] = []
         self.wide: set[tuple[int, ...]] = set()  # shapes of weights whose wide tiles give the same bytes
 
     def keep_invariant(self, invariance: Invariance) -> None:
@@ -132,6 +133,8 @@ class InvariantModel(FusedModel):
         rows, blocks = tables.shape
         parts = self._parts.get(blocks)
         if parts is None or parts.arrived.shape[0] < rows * self.heads.num_kv_heads:
+            if parts is not None:
+                self._outgrown.append(parts)  # captured steps go on using it
             parts = self._parts[blocks] = Parts.make(rows, blocks, self.heads, self.device)
         return parts
 
