@@ -191,19 +191,19 @@ class FusedV4(V4Model):
         config = self.config
         x = F.embedding(step.tokens, self._embed_VH).unsqueeze(1).expand(-1, config.streams, -1).contiguous()
         for index, (layer, sections) in enumerate(zip(self._fused, views(kv, config), strict=True)):
-            mixed = self._mix(x, layer.attention_hyper, layer.attention_norm)
+            mixed = self._mixed(x, layer.attention_hyper, layer.attention_norm)
             own = self._product(mixed.normed, layer.first)
             self._write(own, layer, sections, step)
             if unread and index == config.num_layers - 1:
                 break
             spread(x, self._attended(own, layer, sections, step), mixed)
-            mixed = self._mix(x, layer.ffn_hyper, layer.ffn_norm)
+            mixed = self._mixed(x, layer.ffn_hyper, layer.ffn_norm)
             spread(x, self._by_experts(mixed.normed, layer, step), mixed)
             if features is not None and index in features.layers and not unread:
                 features.outputs[index] = (x if at is None else x[at]).mean(1)
         return x
 
-    def _mix(self, x: Tensor, hyper: tuple[Tensor, Tensor, Tensor], norm_H: Tensor) -> Mixed:
+    def _mixed(self, x: Tensor, hyper: tuple[Tensor, Tensor, Tensor], norm_H: Tensor) -> Mixed:
         config = self.config
         return mix(
             x, *hyper, norm_H, iterations=config.sinkhorn_iterations, eps=config.hyper_eps, norm_eps=config.norm_eps
@@ -222,10 +222,9 @@ class FusedV4(V4Model):
         key = parts[1].unsqueeze(1)
         turn = step.turns[layer.rate > 0]
         norm_turn(key, eps=eps, weight_D=layer.kv_norm, turn=turn, into=(sections["window"], step.rows))
-        for pool, rows, names in zip(
-            layer.pools, parts[2:], (("entries", "tail"), ("index", "index_tail")), strict=False
-        ):
-            compress(rows, pool, *(sections[name] for name in names), step.rows, step.closing[layer.rate])
+        names = (("entries", "tail"), ("index", "index_tail"))
+        for pool, rows, (entries, tail) in zip(layer.pools, parts[2:], names, strict=False):
+            compress(rows, pool, sections[entries], sections[tail], step.rows, step.closing[layer.rate])
 
     def _attended(self, own: Tensor, layer: FusedLayer, sections: dict[str, Tensor], step: _Step) -> Tensor:
         config, rows, turn = self.config, step.rows, step.turns[layer.rate > 0]

@@ -14,9 +14,6 @@ import pytest
 import torch
 from torch import Tensor
 
-DEVICE = os.environ.get("FLOWINFER_TEST_DEVICE", "cpu")
-if DEVICE == "cpu":  # before Triton is imported
-    os.environ["TRITON_INTERPRET"] = "1"
 pytest.importorskip("triton")
 from v4_models import write_v4
 
@@ -29,6 +26,7 @@ from flowinfer.kernels.decode_attention import DecodeBatch, Scratch
 from flowinfer.kernels.draw import SlotSettings
 from flowinfer.kernels.verify import Rows
 
+DEVICE = os.environ.get("FLOWINFER_TEST_DEVICE", "cpu")
 SIZES: dict[str, Any] = {
     "vocab_size": 64, "hidden_size": 32, "moe_intermediate_size": 16, "num_hidden_layers": 3, "num_attention_heads": 4,
     "head_dim": 16, "q_lora_rank": 16, "num_experts_per_tok": 2, "n_routed_experts": 4, "o_groups": 2,
