@@ -9,19 +9,44 @@ from torch import Tensor
 from flowinfer.kernels import arch
 from flowinfer.message import Ids
 
+PACKED_BYTES = 512 << 10  # of a block below which its copies cost more than they move: 10 us at 50 GB/s
+
 
 class BlockCopies:
-    """Of `kv` [blocks, ...], contiguous. fits: whether the kernel copies this part of its blocks."""
+    """Of `kv` [blocks, ...], contiguous. A `part` is a slice of the elements of each block."""
 
     def __init__(self, kv: Tensor) -> None:
         self._kv, self._size = kv.view(len(kv), -1), kv[0].numel() * kv.element_size()
         dtype = str(kv.dtype).removeprefix("torch.")
         self._has_kernel = self._size % 16 == 0 and arch.supported("copy_blocks", str(kv.device), dtype)
 
-    def fits(self, part: slice) -> bool:
-        """part: elements of a block."""
-        item = self._kv.element_size()
-        return self._has_kernel and part.start * item % 16 == 0 and (part.stop - part.start) * item % 16 == 0
+    def packs(self, part: slice) -> bool:
+        """Whether this part is small enough for its copies to be packed on the card, by a kernel that runs there."""
+        first, size = (n * self._kv.element_size() for n in (part.start, part.stop - part.start))
+        return self._has_kernel and size < PACKED_BYTES and first % 16 == 0 and size % 16 == 0
+
+    def fetch(self, blocks: Ids, part: slice, rows: Tensor, room: Tensor | None = None) -> None:
+        """rows[i] = this part of kv[blocks[i]], on the current stream; rows [blocks, part] pinned, or of a CPU.
+
+        room: where the card may pack them, as large as rows.
+        """
+        if self.packs(part):
+            packed = torch.empty_like(rows, device=self._kv.device) if room is None else room
+            self._move(blocks, part, packed, inward=False)
+            rows.copy_(packed, non_blocking=True)
+        else:
+            for row, block in zip(rows, blocks.tolist(), strict=True):
+                row.copy_(self._kv[block, part], non_blocking=True)
+
+    def put(self, blocks: Ids, part: slice, rows: Tensor, room: Tensor | None = None) -> None:
+        """This part of kv[blocks[i]] = rows[i], as in fetch."""
+        if self.packs(part):
+            packed = torch.empty_like(rows, device=self._kv.device) if room is None else room
+            packed.copy_(rows, non_blocking=True)
+            self._move(blocks, part, packed, inward=True)
+        else:
+            for row, block in zip(rows, blocks.tolist(), strict=True):
+                self._kv[block, part].copy_(row, non_blocking=True)
 
     def within(self, targets: Ids, sources: Ids) -> None:
         """kv[targets[i]] = kv[sources[i]], behind what is queued; no target is a source."""
@@ -33,14 +58,6 @@ class BlockCopies:
 
         for pairs in self._pairs(targets, sources):
             copy_blocks(self._kv, self._kv, pairs, self._size)
-
-    def gather(self, blocks: Ids, part: slice, out: Tensor) -> None:
-        """out[i] = this part of kv[blocks[i]], on the current stream; out [blocks, part] contiguous on the card."""
-        self._move(blocks, part, out, inward=False)
-
-    def scatter(self, blocks: Ids, part: slice, data: Tensor) -> None:
-        """This part of kv[blocks[i]] = data[i], as in gather."""
-        self._move(blocks, part, data, inward=True)
 
     def _move(self, blocks: Ids, part: slice, packed: Tensor, *, inward: bool) -> None:
         from flowinfer.kernels.copy_blocks import DeviceMemory, copy_blocks

@@ -19,7 +19,6 @@ from flowinfer.engine.block_copies import BlockCopies
 from flowinfer.engine.layout import KVLayout
 
 STAGED_BYTES = 64 << 20  # of pinned memory for each direction, in two halves
-PACKED_BYTES = 512 << 10  # of a block below which its copies cost more than they move: 10 us at 50 GB/s
 Result = TypeVar("Result")
 Blocks = Sequence[int]
 Store = Callable[[int, Sequence[memoryview]], list[Result]]
@@ -94,7 +93,8 @@ class _Lane:
                     event.synchronize()
                 num = load(at, self._memory(side, len(some), part))
                 with torch.cuda.stream(stream):
-                    self._send(some[:num], side, part)
+                    rows, room = self._rows(side, num, part)
+                    self._copies.put(np.array(some[:num], np.int32), part, rows, room)
                     copied[side] = stream.record_event()
                 done += num
                 if num < len(some):
@@ -104,43 +104,22 @@ class _Lane:
 
     def _fetch(self, blocks: Blocks, side: int, stream: torch.cuda.Stream, part: slice) -> torch.cuda.Event:
         with torch.cuda.stream(stream):
-            rows = self._rows(self._halves[side], len(blocks), part)
-            if self._packs(part):
-                packed = self._rows(self._on_card(side), len(blocks), part)
-                self._copies.gather(np.array(blocks, np.int32), part, packed)
-                rows.copy_(packed, non_blocking=True)
-            else:
-                for row, block in zip(rows, blocks, strict=True):
-                    row.copy_(self._kv[block, part], non_blocking=True)
+            rows, room = self._rows(side, len(blocks), part)
+            self._copies.fetch(np.array(blocks, np.int32), part, rows, room)
             copied: torch.cuda.Event = stream.record_event()
             return copied
 
-    def _send(self, blocks: Blocks, side: int, part: slice) -> None:
-        rows = self._rows(self._halves[side], len(blocks), part)
-        if self._packs(part) and blocks:
-            packed = self._rows(self._on_card(side), len(blocks), part)
-            packed.copy_(rows, non_blocking=True)
-            self._copies.scatter(np.array(blocks, np.int32), part, packed)
-        else:
-            for row, block in zip(rows, blocks, strict=True):
-                self._kv[block, part].copy_(row, non_blocking=True)
+    def _memory(self, side: int, count: int, part: slice) -> list[memoryview]:
+        return [_bytes(row) for row in self._rows(side, count, part)[0]]
 
-    def _packs(self, part: slice) -> bool:
-        return (part.stop - part.start) * self._kv.element_size() < PACKED_BYTES and self._copies.fits(part)
-
-    def _on_card(self, side: int) -> torch.Tensor:
+    def _rows(self, side: int, count: int, part: slice) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """This part of so many blocks, one behind the other: in a half, and on the card where they are packed first."""
+        size = part.stop - part.start
+        if not self._copies.packs(part):
+            return _first(self._halves[side], count, size), None
         if not self._packed:
             self._packed = [torch.empty_like(half, device=self._kv.device) for half in self._halves]
-        return self._packed[side]
-
-    def _memory(self, side: int, count: int, part: slice) -> list[memoryview]:
-        return [_bytes(row) for row in self._rows(self._halves[side], count, part)]
-
-    @staticmethod
-    def _rows(half: torch.Tensor, count: int, part: slice) -> torch.Tensor:
-        """This part of so many blocks, one behind the other. [count, part]"""
-        size = part.stop - part.start
-        return half.view(-1)[: count * size].view(count, size)
+        return _first(self._halves[side], count, size), _first(self._packed[side], count, size)
 
     def _runs(self, blocks: Blocks) -> list[tuple[int, Blocks]]:
         return [(at, blocks[at : at + self._per_half]) for at in range(0, len(blocks), self._per_half)]
@@ -155,6 +134,10 @@ class _Lane:
             if mark is not None:
                 self._stream.wait_event(mark)
             yield self._stream
+
+
+def _first(memory: torch.Tensor, count: int, size: int) -> torch.Tensor:
+    return memory.view(-1)[: count * size].view(count, size)
 
 
 def _bytes(block: torch.Tensor) -> memoryview:

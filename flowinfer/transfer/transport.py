@@ -97,7 +97,7 @@ class Sender(Protocol):
     def progress(self) -> Sequence[Written | Stopped]:
         """What has happened since the last call. Called about each millisecond while `pending`, and after `push`.
 
-        A sender whose blocks carry the news of themselves (tcp) is never pending. A failure ends its ticket.
+        A sender whose blocks carry the news of themselves (tcp) has nothing to say of them. A failure ends its ticket.
         """
 
     def cancel(self, ticket: int) -> bool:

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from flowinfer.engine import staging
+from flowinfer.engine import block_copies
 from flowinfer.engine.layout import KVLayout
 from flowinfer.engine.staging import Staging
 
@@ -28,7 +28,7 @@ def measure(layers: int, packed: bool, total: int) -> dict[str, Any]:
     kv = torch.empty(count, *layout.block_shape, dtype=torch.bfloat16, device="cuda")
     kv.view(torch.uint8).random_(0, 255)
     before, blocks = kv.clone(), torch.randperm(count).tolist()
-    staging.PACKED_BYTES = 1 << 40 if packed else 0
+    block_copies.PACKED_BYTES = 1 << 40 if packed else 0
     made = Staging(kv, layout)
     kept: list[bytes] = []
 
