@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from flowinfer.engine.draft_plan import DraftPlan
 from flowinfer.message import Drafts, Ids, Logits
 
 if TYPE_CHECKING:
@@ -41,8 +40,7 @@ class Overlap:
         if self.flights or self.plan == self.batch.plan:
             return
         self.plan = self.batch.plan
-        gives_features = self.graphs.model.invariance is None
-        self.graphs.follow(self.plan if gives_features or not self.plan.feature_layers else DraftPlan())
+        self.graphs.follow(self.plan)
 
     def fits(self, slots: Ids) -> bool:
         """Whether these sequences can run without the host: nothing to edit or to report, no drafts of the host's."""

@@ -59,7 +59,7 @@ def test_rows_with_drafts_give_the_logits_of_the_plain_decoder(
     drafted = Drafted(int32(drafts), int32([3, 3, 3]), int32([3, 3, 3]), limits)
     slots, rows = int32([0, 1, -1, 2]), Rows.make(4, ROWS, torch.device(DEVICE))
     spread_rows(slots, last, lengths, drafted, SlotSettings.make(3, last.device), rows)
-    features = Features((0,)) if kind is FusedModel else None
+    features = Features((0, 1))
     out = torch.empty(4 * ROWS, 96, device=DEVICE)
     batch = DecodeBatch(slots, lengths, tables.to(DEVICE))
     with torch.inference_mode():
@@ -67,8 +67,8 @@ def test_rows_with_drafts_give_the_logits_of_the_plain_decoder(
     real = (rows.ids >= 0).cpu()
     assert rows.counts.tolist() == [4, 3, 0, 1]
     torch.testing.assert_close(out.cpu()[real], want, rtol=1e-3, atol=1e-4)
-    if features is not None:
-        torch.testing.assert_close(features.joined().cpu()[real], step.features.joined(), rtol=1e-3, atol=1e-4)
+    for layer, given in step.features.outputs.items():
+        torch.testing.assert_close(features.outputs[layer].cpu()[real], given, rtol=1e-3, atol=1e-4)
     torch.testing.assert_close(mine.cpu(), kv, rtol=1e-3, atol=1e-4)
 
 
@@ -96,5 +96,5 @@ def _step(tokens: list[np.ndarray], lens: list[int], tables: torch.Tensor, *, ro
         kv_lens=np.array(lens, np.int32),
         block_tables=tables.numpy(),
         logit_rows=torch.arange(sum(counts)) if rows else None,
-        features=Features((0,)) if rows else None,
+        features=Features((0, 1)) if rows else None,
     )

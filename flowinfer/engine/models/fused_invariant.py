@@ -23,7 +23,7 @@ from flowinfer.engine.models.invariant import Invariance
 from flowinfer.engine.models.moe import StackedExperts
 from flowinfer.engine.models.rope import Rope
 from flowinfer.engine.step import Features, StepInput, blocks_of_tokens
-from flowinfer.errors import KernelUnsupported, ModelError
+from flowinfer.errors import ModelError
 from flowinfer.kernels.activation import silu_mul
 from flowinfer.kernels.decode_attention import DecodeBatch, Scratch
 from flowinfer.kernels.experts import MOST_ROWS, bucket, gather_gated, route, weighted
@@ -98,10 +98,8 @@ class InvariantModel(FusedModel):
         features: Features | None = None,
     ) -> Tensor:
         """As FusedModel.verify: keys and values of all rows are written before the first attends, each for itself."""
-        if features is not None:
-            raise KernelUnsupported("batch_invariant: a captured step gives no features.")
         slots = batch.slots.clamp(min=0).repeat_interleave(len(rows.ids) // len(batch.slots))
-        return self._alone(rows.tokens, slots, rows.lengths, rows.ids < 0, batch, kv, chosen, out)
+        return self._alone(rows.tokens, slots, rows.lengths, rows.ids < 0, batch, kv, chosen, out, features)
 
     def verify_scratch(self, sequences: int, rows: int) -> Scratch:
         """Nothing."""
@@ -109,7 +107,7 @@ class InvariantModel(FusedModel):
 
     def _alone(
         self, tokens_R: Tensor, slots_R: Tensor, lengths_R: Tensor, nobody_R: Tensor, batch: DecodeBatch, kv: Tensor,
-        chosen: list[Tensor] | None, out: Tensor | None,
+        chosen: list[Tensor] | None, out: Tensor | None, features: Features | None = None,
     ) -> Tensor:  # fmt: skip
         """Logits of rows that each attend as a sequence of their own, of so many tokens."""
         kv = self._paged(kv)
@@ -122,7 +120,7 @@ class InvariantModel(FusedModel):
         group = self.heads.num_heads // self.heads.num_kv_heads
         tiling = Tiling(tiles, starts, lengths, tables, tokens=max(1, TILE_ROWS // group))
         rows = _Rows(positions, blocks.masked_fill(nobody_R, -1), tiling, self._parts_for(tables))
-        x, delta = self._through(F.embedding(tokens_R, self._embed_VH), kv, rows, None, chosen)
+        x, delta = self._through(F.embedding(tokens_R, self._embed_VH), kv, rows, None, chosen, features)
         assert x is not None, "a step that wants logits goes through the last layer"
         _, normed = rms_norm(x, self._norm_H, self.config.norm_eps, delta=delta)
         logits = self._product(normed, Weight(self.head_VH, None))
@@ -159,15 +157,27 @@ class InvariantModel(FusedModel):
         return self._product(x_RH, Weight(self.head_VH, None)).float()
 
     def _through(
-        self, x: Tensor, kv: Tensor, rows: _Rows, step: StepInput | None, chosen: list[Tensor] | None
+        self,
+        x: Tensor,
+        kv: Tensor,
+        rows: _Rows,
+        step: StepInput | None,
+        chosen: list[Tensor] | None,
+        features: Features | None = None,
     ) -> tuple[Tensor | None, Tensor | None]:
-        """The residual stream behind the last layer, and what is still to be added to it. None, None: not wanted."""
+        """The residual stream behind the last layer, and what is still to be added to it. None, None: not wanted.
+
+        features, of a step that is captured, takes what layers give for all rows.
+        """
         eps = self.config.norm_eps
+        wanted = features.layers if features is not None else ()
         delta: Tensor | None = None
         for index, layer in enumerate(self._layers):
             x, normed = rms_norm(x, layer.input_norm_H, eps, delta=delta)
             if step is not None and index and step.wants(index - 1):
                 step.give(index - 1, x[step.logit_rows])
+            if features is not None and index - 1 in wanted:
+                features.outputs[index - 1] = x.clone()
             qkv = self._product(normed, self._qkv[index])
             norms = layer.qk_norm_D
             qk = rope_write(
@@ -185,10 +195,13 @@ class InvariantModel(FusedModel):
                 gate_up, down = ffn
                 delta = self._product(self._gated(normed, gate_up), down)
         last = len(self._layers) - 1
-        if step is not None and step.wants(last):
+        if last in wanted or (step is not None and step.wants(last)):
             assert delta is not None, "a layer adds something"
             given, _ = rms_norm(x.clone(), self._norm_H, eps, delta=delta)
-            step.give(last, given[step.logit_rows])
+            if features is not None:
+                features.outputs[last] = given
+            elif step is not None:
+                step.give(last, given[step.logit_rows])
         return x, delta
 
     def _by_experts(self, normed: Tensor, ffn: StackedExperts, chosen: list[Tensor] | None, *, eager: bool) -> Tensor:
