@@ -114,9 +114,9 @@ def _verify_attention(
         there = real[:, None] & in_d
         at = past + j
         turn = at[:, None].to(tl.int64) * D + d
-        c = tl.load(cos + turn, mask=there, other=0.0).to(tl.float32)
-        s = tl.load(sin + turn, mask=there, other=0.0).to(tl.float32)
-        keys = _turned(rows + (j * E + (N + h) * D)[:, None], d, other, there, k_norm, c, s, eps, D, NORM)
+        own_c = tl.load(cos + turn, mask=there, other=0.0).to(tl.float32)
+        own_s = tl.load(sin + turn, mask=there, other=0.0).to(tl.float32)
+        keys = _turned(rows + (j * E + (N + h) * D)[:, None], d, other, there, k_norm, own_c, own_s, eps, D, NORM)
         values = tl.load(rows + (j * E + (N + K + h) * D)[:, None] + d, mask=there, other=0.0)
         block = tl.load(table + at // PAGE, mask=real, other=0).to(tl.int64)
         page = pages + (block * block_stride + (at % PAGE) * D)[:, None]
