@@ -73,13 +73,14 @@ def change_class(config: type[StageConfig], name: str) -> ChangeClass:
 class ModelUse:
     """The model that a stage loads, as the file names it. weights=False: only tokenizer, template, configuration.
 
-    packed: as the stage's setting `weights` says.
+    packed: as the stage's setting `weights` says.  kv: as `kv_dtype` does.
     """
 
     model: str
     weights: bool = False
     dtype: str = "auto"
     packed: str = "checkpoint"
+    kv: str = "auto"
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--device", default="auto")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--weights", default="checkpoint", help="as stages have it: checkpoint, fp8, int8, int4")
+    parser.add_argument("--kv-dtype", default="auto", help="of keys and values: auto or fp8")
     parser.add_argument("--profile", default="", help="batches whose kernels are listed, as in 1,32")
     parser.add_argument("--batch-invariant", action="store_true", help="in the mode in which a batch changes nothing")
     parser.add_argument("--json", type=Path, help="write the figures to this file too")

@@ -45,6 +45,7 @@ class Settings:
     profile: Sequence[int] = ()
     batch_invariant: bool = False
     weights: str = "checkpoint"
+    kv_dtype: str = "auto"
 
 
 @dataclass
@@ -122,9 +123,9 @@ class _Bench:
     ) -> None:  # fmt: skip
         self.settings, self.service, self.config, self.rates, self.tell = settings, service, config, rates, tell
         self.width = getattr(torch, dtype).itemsize
-        self.fp8 = settings.weights == "fp8"
+        self.fp8, self.fp8_kv = settings.weights == "fp8", settings.kv_dtype == "fp8"
         named = settings.random_weights or settings.config in CONFIGS
-        self.known = settings.config if named and not self.fp8 else ""  # the bars are of bfloat16
+        self.known = settings.config if named and not (self.fp8 or self.fp8_kv) else ""  # the bars are of bfloat16
 
     def decode(self, batch: int) -> Cell:
         steps, context = self.settings.steps, context_of(self.settings, batch)
@@ -139,7 +140,8 @@ class _Bench:
         host = seconds - (waits[-1] - waits[0]) / (len(waits) - 1)
         touched = self._touched()
         started = self._started_s() - before
-        ops = decode_ops(self.config, batch, context + steps / 2, touched=touched, width=self.width, fp8=self.fp8)
+        kinds = {"width": self.width, "fp8": self.fp8, "fp8_kv": self.fp8_kv}
+        ops = decode_ops(self.config, batch, context + steps / 2, touched=touched, **kinds)
         bar = bars.DECODE_MS.get(self.known, {}).get(batch)
         bar = bar if context == bars.CONTEXT.get(batch, bars.DEFAULT_CONTEXT) else None
         limit = roofline(ops, self.rates)
@@ -164,7 +166,7 @@ class _Bench:
         kernels = self._prefill_kernels(prompts) if self.settings.profile else []
         speed = num * tokens / statistics.median(times[1:])
         bar = bars.PREFILL_TOKENS_S.get(self.known) if (num, tokens) == bars.PREFILL else None
-        ops = prefill_ops(self.config, num, tokens, width=self.width, fp8=self.fp8)
+        ops = prefill_ops(self.config, num, tokens, width=self.width, fp8=self.fp8, fp8_kv=self.fp8_kv)
         limit = num * tokens / roofline(ops, self.rates)
         return Cell(
             name=f"prefill, {num} x {tokens}", value=speed, unit="tokens/s", bar=bar,
@@ -216,6 +218,7 @@ def _service(settings: Settings, path: str, config: ModelConfig, device: str, dt
         path, device=device, dtype=dtype, num_blocks=blocks, max_batch=max([*batches, 8]),
         max_tokens=min(_longest(settings), config.max_positions), chunk=CHUNK,
         batch_invariant=settings.batch_invariant, weights=settings.weights,
+        kv_dtype=settings.kv_dtype,
     )  # fmt: skip
 
 

@@ -37,15 +37,16 @@ class Op:
 
 @dataclass(frozen=True, slots=True)
 class Widths:
-    """Bytes of a number in weights, and in what is multiplied by them."""
+    """Bytes of a number in weights, in what is multiplied by them, and in keys and values."""
 
     weights: int
     rows: int
+    kv: int
 
     @classmethod
-    def of(cls, width: int, *, fp8: bool = False) -> Widths:
-        """Both the same, but for weights in FP8."""
-        return cls(1 if fp8 else width, width)
+    def of(cls, width: int, *, fp8: bool = False, fp8_kv: bool = False) -> Widths:
+        """All the same, but for what is in FP8."""
+        return cls(1 if fp8 else width, width, 1 if fp8_kv else width)
 
 
 def roofline(ops: Sequence[Op], rates: Rates) -> float:
@@ -54,22 +55,32 @@ def roofline(ops: Sequence[Op], rates: Rates) -> float:
 
 
 def decode_ops(
-    config: ModelConfig, batch: int, context: float, *, touched: float | None = None, width: int = 2, fp8: bool = False
+    config: ModelConfig,
+    batch: int,
+    context: float,
+    *,
+    touched: float | None = None,
+    width: int = 2,
+    fp8: bool = False,
+    fp8_kv: bool = False,
 ) -> list[Op]:
     """A decode step of `batch` sequences of `context` tokens each, the new one included.
 
     touched: distinct experts that the batch uses in a layer, on average; None: as many as uniform routing gives.
     width: bytes of a number.  fp8: layers have weights of a byte, and above FP8_ROWS rows are multiplied twice as fast.
+    fp8_kv: so have keys and values.
     """
     pairs = batch * context
-    layers = _layers(config, batch, pairs, pairs, touched, Widths.of(width, fp8=fp8))
+    layers = _layers(config, batch, pairs, pairs, touched, Widths.of(width, fp8=fp8, fp8_kv=fp8_kv))
     return [*layers, _linear("head", batch, _head(config), Widths.of(width))]
 
 
-def prefill_ops(config: ModelConfig, prompts: int, tokens: int, *, width: int = 2, fp8: bool = False) -> list[Op]:
+def prefill_ops(
+    config: ModelConfig, prompts: int, tokens: int, *, width: int = 2, fp8: bool = False, fp8_kv: bool = False
+) -> list[Op]:
     """Whole prompts of `tokens` tokens each, without the head. Causal: half of all query-key pairs."""
     pairs = prompts * tokens * (tokens + 1) / 2
-    return _layers(config, prompts * tokens, pairs, prompts * tokens, None, Widths.of(width, fp8=fp8))
+    return _layers(config, prompts * tokens, pairs, prompts * tokens, None, Widths.of(width, fp8=fp8, fp8_kv=fp8_kv))
 
 
 def expected_touched(num_experts: int, per_token: int, tokens: int) -> float:
@@ -85,7 +96,7 @@ def _layers(
     num_moe = sum(config.is_moe(layer) for layer in range(config.num_layers))
     ops = [
         _linear("qkv", tokens, (hidden, heads + 2 * kv), width),
-        Op("attention", (2 * kv * keys + 2 * heads * tokens) * width.rows, 4.0 * heads * pairs),
+        Op("attention", 2 * kv * keys * width.kv + 2 * heads * tokens * width.rows, 4.0 * heads * pairs),
         _linear("out", tokens, (heads, hidden), width),
     ] * config.num_layers
     dense = [
@@ -104,7 +115,7 @@ def _moe(config: ModelConfig, tokens: int, touched: float | None, width: Widths)
         touched = expected_touched(config.num_experts, top, tokens)
     rows = tokens * top
     return [
-        _linear("router", tokens, (hidden, config.num_experts), Widths(width.rows, width.rows)),
+        _linear("router", tokens, (hidden, config.num_experts), Widths.of(width.rows)),
         _product(
             "experts up", touched * 2 * expert * hidden, tokens * hidden, 4.0 * rows * expert * hidden, tokens, width
         ),

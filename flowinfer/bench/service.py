@@ -114,15 +114,15 @@ class EngineService:
         verify: dict[str, Any] | None = None,
         batch_invariant: bool = False,
         weights: str = "checkpoint",
+        kv_dtype: str = "auto",
     ) -> None:
         """verify: settings of spec-verify, which else drafts nothing."""
-        named = {"model": model, "dtype": dtype}
-        loaded = {**named, "weights": weights}
+        named = {"model": model, "dtype": dtype, "weights": weights, "kv_dtype": kv_dtype}
         kinds: dict[str, tuple[str, dict[str, Any]]] = {
             "api": ("api", {}),
-            "prefill": ("prefill", {**loaded, "token_budget": chunk, "max_prompts": max(64, max_batch)}),
+            "prefill": ("prefill", {**named, "token_budget": chunk, "max_prompts": max(64, max_batch)}),
             "transfer": ("kv-transfer", named),
-            "decode": ("moe-decode", {**loaded, "max_batch": max_batch, "max_tokens": max_tokens}),
+            "decode": ("moe-decode", {**named, "max_batch": max_batch, "max_tokens": max_tokens}),
             "verify": ("spec-verify", verify or {"draft": "none"}),
         }
         stages = {n: StagePlan(name=n, kind=k, config=c, worker="front") for n, (k, c) in kinds.items()}

@@ -97,6 +97,7 @@ def cache(file: str, block: int, sizes: list[float], expiry: float, workers: int
 @click.option("--device", default="auto", show_default=True, help="cpu, cuda:0 or auto.")
 @click.option("--dtype", default="auto", show_default=True, help="float32, bfloat16, or auto for the model's own.")
 @click.option("--weights", default="checkpoint", show_default=True, help="As stages have it: fp8, int8, int4, ...")
+@click.option("--kv-dtype", default="auto", show_default=True, help="Of keys and values: auto or fp8.")
 @click.option("--profile", default="", help="List the kernels of these batches, and of prefill, as in 1,32.")
 @click.option("--batch-invariant", is_flag=True, help="In the mode in which a batch changes nothing.")
 @click.option("--json", "json_", type=click.Path(dir_okay=False, path_type=Path), help="Write the figures here too.")

@@ -33,6 +33,7 @@ def _no_fp4(value: object) -> object:
 Weights = Annotated[Literal["checkpoint", "fp8", "int8", "int4", "int8-only", "int4-only"], BeforeValidator(_no_fp4)]
 
 
+KVDtype = Literal["auto", "fp8"]  # a setting: keys and values as the model computes them, or a byte each
 FP8: Literal["fp8"] = "fp8"  # the setting
 
 

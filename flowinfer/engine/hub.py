@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import difflib
 import hashlib
-import os
 import re
 import shutil
 from pathlib import Path
@@ -16,13 +15,14 @@ from pathlib import Path
 import msgspec
 
 from flowinfer.engine import manifest
-from flowinfer.engine.formats import INSTEAD, Format, check_stored, numbers_of, read_tensors
-from flowinfer.engine.layout import BLOCK_TOKENS, KVLayout
+from flowinfer.engine.formats import FP8, INSTEAD, Format, check_stored, numbers_of, read_tensors
+from flowinfer.engine.layout import BLOCK_TOKENS, KV_FP8, KVLayout
 from flowinfer.engine.models.config import ModelConfig, read_config
 from flowinfer.engine.models.deepseek_v4.config import V4Config
 from flowinfer.engine.models.named import wants_random
 from flowinfer.engine.sources import ALIASES, BUNDLED, Source
 from flowinfer.errors import ModelError
+from flowinfer.folders import cache_dir
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
@@ -58,12 +58,14 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
         """The dtype that `wanted` means for this model: auto is the file's own."""
         return self.config.dtype if wanted == "auto" else wanted
 
-    def layout(self, dtype: str = "auto", *, kernels: str = "", weights: str = "checkpoint") -> KVLayout:
-        """The shape of this model's KV in the given dtype. kernels: as in KVLayout. weights: as stages set them."""
+    def layout(
+        self, dtype: str = "auto", *, kernels: str = "", weights: str = "checkpoint", kv: str = "auto"
+    ) -> KVLayout:
+        """The shape of this model's KV in the given dtype. kernels: as in KVLayout. weights, kv: as stages set them."""
         grouped = self.config if isinstance(self.config, V4Config) else None
         return KVLayout(
             model=self.digest,
-            dtype=self.dtype(dtype),
+            dtype=KV_FP8 if kv == FP8 else self.dtype(dtype),
             num_layers=self.config.num_layers,
             num_kv_heads=self.config.num_kv_heads,
             head_dim=self.config.head_dim,
@@ -73,11 +75,6 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
             kernels=kernels,
             quantized=numbers_of(weights),
         )
-
-
-def cache_dir() -> Path:
-    """Where models are kept, and KV in `kv`: FLOWINFER_CACHE, else ~/.cache/flowinfer."""
-    return Path(os.environ.get("FLOWINFER_CACHE") or "~/.cache/flowinfer").expanduser()
 
 
 def resolve(model: str, *, pull: bool = False) -> Path:

@@ -8,7 +8,8 @@ from typing import Any
 import msgspec
 
 BLOCK_TOKENS = 64  # 16 gains 3 % more hits on agent traces but quadruples the index and the per-step table
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+KV_FP8 = "float8_e4m3fn"  # of `kv_dtype: fp8`: numbers as they are, up to 448
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, KV_FP8: 1}
 KV_FORMAT = 1  # raised by hand when the bytes of a block change meaning; a release alone must not empty a cache of days
 
 
@@ -37,7 +38,7 @@ class KVLayout(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     Where sections are given, a block is those, one after the other, instead: first what every token behind it may read
     (compressed entries), then what only the next `window` tokens and the next group do.
     model is the digest of weights and configuration, so that blocks of other weights never match.
-    quantized: int8 or int4, where the weights were made that as they were loaded (formats.numbers_of).
+    quantized: int8, int4 or fp8, where the weights were made that as they were loaded (formats.numbers_of).
     kernels: with batch_invariant, what computed the bytes (graph.kernel_set), so that blocks of others never match.
     """
 

@@ -173,9 +173,9 @@ def check_models(graph: Graph) -> None:
         said.add((mine, theirs))
 
 
-def _kv_of(use: ModelUse) -> tuple[str, str, str]:
+def _kv_of(use: ModelUse) -> tuple[str, str, str, str]:
     """What the keys and values hang on; whether a copy of quantized weights is kept isn't part of it."""
-    return use.model, use.dtype, numbers_of(use.packed)
+    return use.model, use.dtype, numbers_of(use.packed), use.kv
 
 
 def _hands_over(graph: Graph, a: StageNode, b: StageNode) -> bool:
@@ -199,7 +199,9 @@ def _report_engines(graph: Graph, a: StageNode, b: StageNode, mine: ModelUse, th
 
 
 def _differing(mine: ModelUse, theirs: ModelUse) -> str:
-    return "model" if mine.model != theirs.model else "dtype" if mine.dtype != theirs.dtype else "weights"
+    if mine.model != theirs.model:
+        return "model"
+    return "dtype" if mine.dtype != theirs.dtype else "kv_dtype" if mine.kv != theirs.kv else "weights"
 
 
 def _differ(a: StageNode, b: StageNode, mine: ModelUse, theirs: ModelUse) -> str:
@@ -207,6 +209,8 @@ def _differ(a: StageNode, b: StageNode, mine: ModelUse, theirs: ModelUse) -> str
         return f"one runs {mine.model} and the other {theirs.model}"
     if mine.dtype != theirs.dtype:
         return f"one runs in {mine.dtype} and the other in {theirs.dtype}"
+    if mine.kv != theirs.kv:
+        return f"one has `kv_dtype: {mine.kv}` and the other `kv_dtype: {theirs.kv}`"
     return f"one has `weights: {mine.packed}` and the other `weights: {theirs.packed}`"
 
 

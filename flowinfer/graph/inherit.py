@@ -1,4 +1,4 @@
-"""Fills in the `model`, `dtype` and `weights` that a stage leaves open with what the rest of the graph says."""
+"""Fills in `model`, `dtype`, `weights` and `kv_dtype` that a stage leaves open with what the graph says."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from flowinfer.spec.tree import Node
 from flowinfer.stage import StageConfig
 
 # Settings that may be left open, and the default that means so.
-_OPEN = {"model": "", "dtype": "auto", "weights": "checkpoint"}
-_OF_MODEL = ("dtype", "weights")  # written once, they hold for all stages of a model
+_OPEN = {"model": "", "dtype": "auto", "weights": "checkpoint", "kv_dtype": "auto"}
+_OF_MODEL = ("dtype", "weights", "kv_dtype")  # written once, they hold for all stages of a model
 
 
 def fill_open_settings(graph: Graph) -> None:

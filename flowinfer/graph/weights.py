@@ -16,6 +16,7 @@ from flowinfer.graph.invariance import CPU_ONLY, device_kind
 from flowinfer.graph.model import Graph, StageNode
 from flowinfer.stage import ModelUse
 
+CapabilityOf = Callable[[str], Capability | None]
 DTYPES = ("bfloat16", "float32")  # that a model runs in
 
 
@@ -25,6 +26,7 @@ def check_weights(graph: Graph) -> None:
     from flowinfer.engine.models.config import read_config
 
     _check_devices(graph, capability)
+    _check_kv(graph, capability)
     seen: set[tuple[str, str]] = set()
     for stage, use in _uses(graph):
         folder = hub.known(use.model)
@@ -46,7 +48,7 @@ def check_weights(graph: Graph) -> None:
             graph.problem("FI326", f"{use.model} can't run: {error.message}", mark, error.help)
 
 
-def _check_devices(graph: Graph, capability_of: Callable[[str], Capability | None]) -> None:
+def _check_devices(graph: Graph, capability_of: CapabilityOf) -> None:
     """Integers are for CPUs, FP8 for GPUs that have units for it and for models that run in bfloat16."""
     from flowinfer.graph.placement import workers
 
@@ -56,50 +58,73 @@ def _check_devices(graph: Graph, capability_of: Callable[[str], Capability | Non
         worker = found.get(stage.worker or "")
         if not numbers_of(use.packed) or worker is None or stage.worker in said:
             continue
-        if wrong := _wrong_device(use, worker.device, capability_of) or _wrong_model(use):
+        if wrong := _wrong_weights(use, worker.device, capability_of):
             said.add(stage.worker or "")
             mark = stage.inherited.get("weights") or graph.document.value_mark("stages", stage.name, "with", "weights")
             reason, help = wrong
-            here = (
-                f" (`auto` is a {device_kind('auto').replace('cuda', 'GPU')} here)" if worker.device == "auto" else ""
-            )
-            message = f"`weights: {use.packed}` {reason}, and `{stage.name}` runs on {worker.device}{here}."
+            message = f"`weights: {use.packed}` {reason}, and `{stage.name}` runs on {_said(worker.device)}."
             graph.problem("FI416", message, mark, f"Leave `weights` out{help}.")
 
 
-def _wrong_device(
-    use: ModelUse, device: str, capability_of: Callable[[str], Capability | None]
-) -> tuple[str, str] | None:
+def _check_kv(graph: Graph, capability_of: CapabilityOf) -> None:
+    """Keys and values in FP8 are for the same devices and models as weights in FP8."""
+    from flowinfer.graph.placement import workers
+
+    found = workers(graph)
+    for stage, use in _uses(graph):
+        worker = found.get(stage.worker or "")
+        if use.kv != FP8 or worker is None or "kv_dtype" in stage.inherited:  # else told where it's written
+            continue
+        if reason := _no_fp8(worker.device, capability_of) or _not_of_fp8(use):
+            mark = graph.document.value_mark("stages", stage.name, "with", "kv_dtype")
+            message = f"`kv_dtype: fp8` {reason}, and `{stage.name}` runs on {_said(worker.device)}."
+            graph.problem("FI417", message, mark, "Leave `kv_dtype` out.")
+
+
+def _wrong_weights(use: ModelUse, device: str, capability_of: CapabilityOf) -> tuple[str, str] | None:
     """Why these numbers can't be multiplied there, and what else would do."""
-    kind = device_kind(device)
+    is_cpu = device_kind(device) == "cpu"
     if numbers_of(use.packed) != FP8:
-        return ("is for CPUs", ", or give the worker `device: cpu`") if kind != "cpu" else None
-    major, minor = needed = UNITS["fp8"][1]
-    has = capability_of("cuda:0" if device == "auto" else device) if kind != "cpu" else None
-    if kind == "cpu" or (has is not None and has < needed):
-        known = f" (it has {has[0]}.{has[1]})" if has else ""
-        reason = f"needs a GPU of compute capability {major}.{minor}{known}"
-        return reason, ", or write `weights: int8`" if kind == "cpu" else ""
-    return None
+        return None if is_cpu else ("is for CPUs", ", or give the worker `device: cpu`")
+    if reason := _no_fp8(device, capability_of):
+        return reason, ", or write `weights: int8`" if is_cpu else ""
+    reason = _not_of_fp8(use)
+    return (reason, "") if reason else None
 
 
-def _wrong_model(use: ModelUse) -> tuple[str, str] | None:
-    """Why this model can't have its weights in FP8; nothing of one that isn't here."""
+def _no_fp8(device: str, capability_of: CapabilityOf) -> str:
+    """What an FP8 kernel misses on this device, as far as is known here."""
+    major, minor = needed = UNITS[FP8][1]
+    is_cpu = device_kind(device) == "cpu"
+    has = None if is_cpu else capability_of("cuda:0" if device == "auto" else device)
+    if not is_cpu and (has is None or has >= needed):
+        return ""
+    known = f" (it has {has[0]}.{has[1]})" if has else ""
+    return f"needs a GPU of compute capability {major}.{minor}{known}"
+
+
+def _not_of_fp8(use: ModelUse) -> str:
+    """Why this model has no kernels for FP8; nothing of one that isn't here."""
     from flowinfer.engine import hub
 
     folder = hub.known(use.model)
-    if numbers_of(use.packed) != FP8 or folder is None:
-        return None
+    if folder is None:
+        return ""
     with contextlib.suppress(ModelError):
         info = hub.describe(folder)
         if info.architecture == CPU_ONLY:
-            return "isn't for DeepSeek-V4, which has its products from the library", ""
+            return "isn't for DeepSeek-V4"
         if info.dtype(use.dtype) != "bfloat16":
-            return f"is for models in bfloat16, and this one runs in {info.dtype(use.dtype)}", ""
-    return None
+            return f"is for models in bfloat16, and this one runs in {info.dtype(use.dtype)}"
+    return ""
 
 
-def notes(graph: Graph, capability_of: Callable[[str], Capability | None] = capability) -> list[str]:
+def _said(device: str) -> str:
+    kind = "GPU" if device_kind("auto") == "cuda" else "CPU"
+    return f"auto (`auto` is a {kind} here)" if device == "auto" else device
+
+
+def notes(graph: Graph, capability_of: CapabilityOf = capability) -> list[str]:
     """Where a GPU gets weights in FP8 or FP4 as another dtype: why, and how much that is."""
     from flowinfer.engine import hub
     from flowinfer.graph.planner import plan_of

@@ -53,7 +53,8 @@ def _layout(stage: StagePlan, model: ModelUse, kernels: str) -> KVLayout:
     from flowinfer.engine import hub
 
     try:
-        return hub.describe(hub.resolve(model.model)).layout(model.dtype, kernels=kernels, weights=model.packed)
+        info = hub.describe(hub.resolve(model.model))
+        return info.layout(model.dtype, kernels=kernels, weights=model.packed, kv=model.kv)
     except FlowInferError as error:
         raise stage_error(stage, error) from error
 

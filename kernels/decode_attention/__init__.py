@@ -16,7 +16,7 @@ from torch import Tensor
 
 from flowinfer.errors import KernelUnsupported
 from flowinfer.kernels.decode_attention.reference import decode_attention_reference
-from flowinfer.kernels.rope import Heads
+from flowinfer.kernels.rope import Heads, reads_kv
 
 __all__ = ["DecodeBatch", "Scratch", "decode_attention", "decode_attention_reference", "num_splits"]
 
@@ -85,7 +85,7 @@ def decode_attention(
     """
     from flowinfer.kernels.decode_attention.triton import launch
 
-    if not (qkv_BE.is_contiguous() and kv.is_contiguous()) or qkv_BE.dtype != kv.dtype:
+    if not (qkv_BE.is_contiguous() and kv.is_contiguous()) or not reads_kv(qkv_BE, kv):
         raise KernelUnsupported("decode_attention needs contiguous rows and KV of one dtype.")
     if qkv_BE.shape[1] != (heads.num_heads + 2 * heads.num_kv_heads) * heads.head_dim:
         raise KernelUnsupported(f"decode_attention: {heads} don't fit rows of {qkv_BE.shape[1]}.")

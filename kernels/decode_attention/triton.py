@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 
 from flowinfer.kernels.decode_attention import num_splits
+from flowinfer.kernels.e4m3 import INTERPRETED, numbers, stored
 
 LAUNCH: tuple[int, int] | None = None  # warps and stages, to try others; None: as _launch_parameters says
 _MERGED = 8192  # numbers of partial sums that a program holds at once: 64 registers a thread
@@ -29,7 +30,7 @@ def launch(qkv, kv, layer, heads, batch, rope, qk_norm, eps, scratch, window, si
         qkv, kv, batch.slots, batch.lengths, batch.block_tables, batch.block_tables.stride(0), *rope, q_norm, k_norm,
         sinks, *scratch, out, layer * 2 * k * page * d, kv.stride(0), d**-0.5, eps, splits,
         N=n, K=k, D=d, PAGE=page, BG=max(16, triton.next_power_of_2(n // k)), BD=max(16, triton.next_power_of_2(d)),
-        NORM=qk_norm is not None, SINKS=sinks is not None, WINDOW=window, SPLIT=splits > 1,
+        NORM=qk_norm is not None, SINKS=sinks is not None, WINDOW=window, SPLIT=splits > 1, FAST=not INTERPRETED,
         BS=block_s, BC=max(1, min(triton.next_power_of_2(n // k), _MERGED // (block_s * triton.next_power_of_2(d)))),
         num_warps=warps, num_stages=stages,
     )  # fmt: skip
@@ -56,7 +57,7 @@ def _decode_attention(
     sinks, sums, peaks, arrived, out, layer_offset, block_stride, scale, eps, splits,
     N: tl.constexpr, K: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, BG: tl.constexpr, BD: tl.constexpr,
     NORM: tl.constexpr, SINKS: tl.constexpr, WINDOW: tl.constexpr, SPLIT: tl.constexpr, BS: tl.constexpr,
-    BC: tl.constexpr,
+    BC: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
     G: tl.constexpr = N // K
     LOG2E: tl.constexpr = 1.4426950408889634
@@ -105,6 +106,7 @@ def _decode_attention(
             seen = seen & (p * PAGE + t >= low)
         keys = tl.load(page + t[None, :] * D + dk[:, None], mask=seen[None, :] & (dk < D)[:, None], other=0.0)
         values = tl.load(page + K * PAGE * D + t[:, None] * D + d, mask=seen[:, None] & in_d, other=0.0)
+        keys, values = numbers(keys, FAST), numbers(values, FAST)
         scores = tl.dot(q, keys, input_precision="ieee") * factor
         scores = tl.where(seen[None, :], scores, float("-inf"))
         high = tl.maximum(peak, tl.max(scores, 1))
@@ -119,8 +121,8 @@ def _decode_attention(
         key = _turned(row, one + N + h, d, other, one == 0, in_d, k_norm, c, s, eps, D, NORM)
         value = tl.load(row + (N + K + h) * D + d, mask=in_d, other=0.0)
         page = pages + tl.load(table + past // PAGE).to(tl.int64) * block_stride + (past % PAGE) * D
-        tl.store(page + d, key, mask=in_d)
-        tl.store(page + K * PAGE * D + d, value, mask=in_d)
+        tl.store(page + d, stored(key, page), mask=in_d)
+        tl.store(page + K * PAGE * D + d, stored(value, page), mask=in_d)
         score = tl.sum(q.to(tl.float32) * key.to(tl.float32), 1) * factor
         high = tl.maximum(peak, score)
         if SINKS:

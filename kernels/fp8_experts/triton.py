@@ -5,10 +5,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from flowinfer.kernels.e4m3 import INTERPRETED, wide
 from flowinfer.kernels.experts.triton import _locate, _most_blocks
 from flowinfer.kernels.fp8_experts.tiles import down_tiles, gated_tiles, grouped_tiles
 from flowinfer.kernels.fp8_linear import GROUP
-from flowinfer.kernels.fp8_linear.triton import INTERPRETED, _some, _wide
+from flowinfer.kernels.fp8_linear.triton import _some
 
 
 def launch_gated(x, gate_up, routing, out):
@@ -42,12 +43,12 @@ def launch_down(h, down, routing, out):
 def launch_grouped(rows, stack, counts, row_of, out):
     """Arguments as checked by fp8_grouped."""
     num_experts, size_out, size_in = stack.codes.shape
-    block_m, block_n, warps, stages, wide = grouped_tiles()
+    block_m, block_n, warps, stages, high = grouped_tiles()
     blocks = _most_blocks(out.shape[0], num_experts, block_m)
     _grouped[(blocks * triton.cdiv(size_out, block_n),)](
         rows.codes, rows.scale, row_of, stack.codes, stack.scale, counts, out, size_out, size_in, num_experts,
         *stack.scale.shape[1:], rows.scale.stride(1), blocks, ROWS=stack.rows, SIZE=GROUP,
-        BE=triton.next_power_of_2(num_experts), BM=block_m, BN=block_n, WIDE=wide, GATHERED=row_of is not None,
+        BE=triton.next_power_of_2(num_experts), BM=block_m, BN=block_n, WIDE=high, GATHERED=row_of is not None,
         EVEN=size_in % GROUP == 0 and size_out % block_n == 0, ALIGNED=stack.rows % block_n == 0,
         num_warps=warps, num_stages=stages,
     )  # fmt: skip
@@ -78,9 +79,9 @@ def _gated(
             in_k = group * SIZE + k < H
             tokens = tl.load(x_at, mask=in_m[:, None] & in_k[None, :], other=0.0)
             inside = in_k[:, None] & in_n[None, :]
-            w = _wide(_some(w_at, inside, EVEN), FAST)
+            w = wide(_some(w_at, inside, EVEN), FAST)
             gate += tl.dot(tokens, w) * _some(s_at + group, in_n, EVEN)[None, :]
-            w = _wide(_some(w_at + second, inside, EVEN), FAST)
+            w = wide(_some(w_at + second, inside, EVEN), FAST)
             up += tl.dot(tokens, w) * _some(s_up_at + group, in_n, EVEN)[None, :]
             x_at += SIZE
             w_at += SIZE
@@ -110,7 +111,7 @@ def _down(
         for group in range(groups):
             in_k = group * SIZE + k < W
             rows_h = tl.load(h_at, mask=in_m[:, None] & in_k[None, :], other=0.0)
-            w = _wide(_some(w_at, in_k[:, None] & in_n[None, :], EVEN), FAST)
+            w = wide(_some(w_at, in_k[:, None] & in_n[None, :], EVEN), FAST)
             acc += tl.dot(rows_h, w) * _some(s_at + group, in_n, EVEN)[None, :]
             h_at += SIZE
             w_at += SIZE

@@ -5,24 +5,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from flowinfer.kernels.e4m3 import INTERPRETED, wide
 from flowinfer.kernels.fp8_linear.reference import FP8_MAX, GROUP, LEAST
 from flowinfer.kernels.fp8_linear.tiles import product_tiles, skinny_tiles
-
-INTERPRETED = triton.knobs.runtime.interpret  # the interpreter has no inline assembly
-# Four E4M3 to bfloat16: exponent and fraction go where bfloat16 has them, which divides by 2^120, exactly undone.
-_WIDEN: tl.constexpr = tl.constexpr("""
-{
-.reg .b32 a<4>;
-prmt.b32 a0, $2, 0, 0x9180;
-prmt.b32 a1, $2, 0, 0xb3a2;
-shl.b32 a0, a0, 4;
-shl.b32 a1, a1, 4;
-and.b32 a2, a0, 0x87f087f0;
-and.b32 a3, a1, 0x87f087f0;
-mul.rn.bf16x2 $0, a2, 0x7b807b80;
-mul.rn.bf16x2 $1, a3, 0x7b807b80;
-}
-""")
 
 
 def launch_quantize(x, codes, scale, gated):
@@ -53,13 +38,13 @@ def launch_product(x, x_scale, codes, scale, rows, bias, out, parts):
     """Arguments as checked by fp8_linear; x_scale [M, groups] by its strides, out [M, parts, N]."""
     num, size_in = x.shape
     size_out = codes.shape[0]
-    block_m, block_n, warps, stages, wide = product_tiles(num, size_out, size_in)
+    block_m, block_n, warps, stages, high = product_tiles(num, size_out, size_in)
     groups = scale.shape[1]
     blocks = triton.cdiv(num, block_m) * triton.cdiv(size_out, block_n)
     _product[(blocks, parts)](
         x, x_scale, codes, scale, bias, out, num, size_out, size_in, groups, triton.cdiv(groups, parts),
         parts, x_scale.stride(0), x_scale.stride(1),
-        ROWS=rows, SIZE=GROUP, BM=block_m, BN=block_n, WIDE=wide, BIAS=bias is not None,
+        ROWS=rows, SIZE=GROUP, BM=block_m, BN=block_n, WIDE=high, BIAS=bias is not None,
         EVEN=size_in % GROUP == 0 and size_out % block_n == 0, ALIGNED=rows % block_n == 0,
         num_warps=warps, num_stages=stages,
     )  # fmt: skip
@@ -83,13 +68,6 @@ def _quantize(
     s = tl.maximum(tl.max(tl.abs(value), 1), LEAST) / MAX
     tl.store(scale + g.to(tl.int64) * scale_stride + row, s, mask=g * SIZE < width)
     tl.store(codes + row * width + i, (value / s[:, None]).to(tl.float8e4nv), mask=inside)
-
-
-@triton.jit
-def _wide(codes, FAST: tl.constexpr):
-    if FAST:
-        return tl.inline_asm_elementwise(_WIDEN, "=r,=r,r", [codes], dtype=tl.bfloat16, is_pure=True, pack=4)
-    return codes.to(tl.float32).to(tl.bfloat16)
 
 
 @triton.jit
@@ -133,14 +111,14 @@ def _skinny(
             if SWAP:
                 rows = tl.load(x_at + start, mask=in_k[:, None] & in_m[None, :], other=0.0)
                 inside = in_n[:, None] & in_k[None, :]
-                acc += tl.dot(_wide(_some(w_at + start, inside, EVEN), FAST), rows) * s[:, None]
+                acc += tl.dot(wide(_some(w_at + start, inside, EVEN), FAST), rows) * s[:, None]
             else:
                 rows = tl.load(x_at + start, mask=in_m[:, None] & in_k[None, :], other=0.0)
                 inside = in_k[:, None] & in_n[None, :]
-                acc += tl.dot(rows, _wide(_some(w_at + start, inside, EVEN), FAST)) * s[None, :]
+                acc += tl.dot(rows, wide(_some(w_at + start, inside, EVEN), FAST)) * s[None, :]
             if GATED:
                 s = _some(s_up_at + min(group, groups - 1), in_n, EVEN)
-                w = _wide(_some(w_at + second + start, inside, EVEN), FAST)
+                w = wide(_some(w_at + second + start, inside, EVEN), FAST)
                 if SWAP:
                     up += tl.dot(w, rows) * s[:, None]
                 else:

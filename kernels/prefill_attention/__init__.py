@@ -17,7 +17,7 @@ from torch import Tensor
 
 from flowinfer.errors import KernelUnsupported
 from flowinfer.kernels.prefill_attention.reference import prefill_attention_reference
-from flowinfer.kernels.rope import Heads
+from flowinfer.kernels.rope import Heads, reads_kv
 
 __all__ = ["Tiling", "plan_tiles", "prefill_attention", "prefill_attention_reference"]
 
@@ -85,7 +85,7 @@ def prefill_attention(
     """
     from flowinfer.kernels.prefill_attention.triton import launch
 
-    if q_TND.dtype != kv.dtype or not kv.is_contiguous() or q_TND.stride()[1:] != (heads.head_dim, 1):
+    if not reads_kv(q_TND, kv) or not kv.is_contiguous() or q_TND.stride()[1:] != (heads.head_dim, 1):
         raise KernelUnsupported("prefill_attention needs queries and contiguous KV of one dtype.")
     out = q_TND.new_empty(q_TND.shape[0], heads.num_heads * heads.head_dim)
     if out.numel():

@@ -5,6 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from flowinfer.kernels.e4m3 import INTERPRETED, numbers
+
 
 def launch(q, kv, layer, heads, tiling, window, sinks, out):
     """Arguments as checked by prefill_attention."""
@@ -16,7 +18,7 @@ def launch(q, kv, layer, heads, tiling, window, sinks, out):
         q, kv, tiling.tiles, tiling.starts, tiling.kv_lens, tiling.block_tables, tiling.block_tables.stride(0), sinks,
         out, layer * 2 * k * page * d, kv.stride(0), q.stride(0), d**-0.5,
         N=n, K=k, D=d, PAGE=page, TOKENS=tiling.tokens, BM=rows, BD=max(16, triton.next_power_of_2(d)),
-        SINKS=sinks is not None, WINDOW=window,
+        SINKS=sinks is not None, WINDOW=window, FAST=not INTERPRETED,
         num_warps=8 if wide else 4, num_stages=3 if q.element_size() == 2 else 1,
     )  # fmt: skip
 
@@ -25,6 +27,7 @@ def launch(q, kv, layer, heads, tiling, window, sinks, out):
 def _pages(
     acc, peak, total, q, kv_pages, table, first, end, at, factor, block_stride, t, dk, d,
     K: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, BD: tl.constexpr, MASK: tl.constexpr, WINDOW: tl.constexpr,
+    FAST: tl.constexpr,
 ):  # fmt: skip
     for p in range(first, end):
         page = kv_pages + tl.load(table + p).to(tl.int64) * block_stride
@@ -32,7 +35,7 @@ def _pages(
             keys = tl.load(page + t[None, :] * D + dk[:, None])
         else:
             keys = tl.load(page + t[None, :] * D + dk[:, None], mask=(dk < D)[:, None], other=0.0)
-        scores = tl.dot(q, keys, input_precision="ieee") * factor
+        scores = tl.dot(q, numbers(keys, FAST), input_precision="ieee") * factor
         key = p * PAGE + t
         if MASK:
             seen = key[None, :] <= at[:, None]
@@ -52,6 +55,7 @@ def _pages(
             values = tl.load(v_at)
         else:
             values = tl.load(v_at, mask=d < D, other=0.0)
+        values = numbers(values, FAST)
         acc = tl.dot(weights.to(values.dtype), values, acc * keep[:, None], input_precision="ieee")
         peak = high
     return acc, peak, total
@@ -62,7 +66,7 @@ def _prefill_attention(
     q, kv, tiles, starts, kv_lens, tables, table_stride, sinks,
     out, layer_offset, block_stride, q_stride, scale,
     N: tl.constexpr, K: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, TOKENS: tl.constexpr, BM: tl.constexpr,
-    BD: tl.constexpr, SINKS: tl.constexpr, WINDOW: tl.constexpr,
+    BD: tl.constexpr, SINKS: tl.constexpr, WINDOW: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
     G: tl.constexpr = N // K
     LOG2E: tl.constexpr = 1.4426950408889634
@@ -100,11 +104,11 @@ def _prefill_attention(
         clear = first
     acc, peak, total = _pages(
         acc, peak, total, queries, pages, table, first, clear, at, factor, block_stride, t, dk, d, K, D, PAGE, BD,
-        False, 0,
+        False, 0, FAST,
     )  # fmt: skip
     acc, peak, total = _pages(
         acc, peak, total, queries, pages, table, clear, tl.cdiv(high, PAGE), at, factor, block_stride, t, dk, d, K, D,
-        PAGE, BD, True, WINDOW,
+        PAGE, BD, True, WINDOW, FAST,
     )  # fmt: skip
     if SINKS:
         sink = tl.load(sinks + head, mask=m < TOKENS * G, other=0.0).to(tl.float32) * LOG2E

@@ -8,9 +8,11 @@ from torch import Tensor
 
 from flowinfer.errors import KernelUnsupported
 
-__all__ = ["Heads", "rope_write", "rope_write_reference"]
+__all__ = ["Heads", "reads_kv", "rope_write", "rope_write_reference", "to_kv"]
 
 from typing import NamedTuple
+
+E4M3_MAX = 448.0
 
 
 class Heads(NamedTuple):
@@ -19,6 +21,18 @@ class Heads(NamedTuple):
     num_heads: int
     num_kv_heads: int
     head_dim: int
+
+
+def reads_kv(rows: Tensor, kv: Tensor) -> bool:
+    """Whether kernels take KV of this dtype for such rows: of theirs, or E4M3 for rows of bfloat16."""
+    return kv.dtype is rows.dtype or (kv.dtype is torch.float8_e4m3fn and rows.dtype is torch.bfloat16)
+
+
+def to_kv(numbers: Tensor, kv: Tensor) -> Tensor:
+    """Keys or values in KV's dtype; what E4M3 can't hold becomes its largest number."""
+    if kv.dtype is torch.float8_e4m3fn:
+        numbers = numbers.clamp(-E4M3_MAX, E4M3_MAX)
+    return numbers.to(kv.dtype)
 
 
 def rope_write(
@@ -40,7 +54,7 @@ def rope_write(
     """
     from flowinfer.kernels.rope.triton import launch
 
-    if not (qkv_TE.is_contiguous() and kv.is_contiguous()) or qkv_TE.dtype != kv.dtype:
+    if not (qkv_TE.is_contiguous() and kv.is_contiguous()) or not reads_kv(qkv_TE, kv):
         raise KernelUnsupported("rope needs contiguous rows and KV of one dtype.")
     out = qkv_TE.new_empty(qkv_TE.shape[0], heads.num_heads + heads.num_kv_heads, heads.head_dim)
     if out.numel():
@@ -69,6 +83,6 @@ def rope_write_reference(
     cos, sin = (table[positions_T].unsqueeze(1) for table in rope_PD)
     out = qk * cos + qk.roll(d // 2, -1) * sin
     offsets = positions_T % kv.shape[4]
-    kv[blocks_T.long(), layer, 0, :, offsets] = out[:, n:]
-    kv[blocks_T.long(), layer, 1, :, offsets] = v
+    kv[blocks_T.long(), layer, 0, :, offsets] = to_kv(out[:, n:], kv)
+    kv[blocks_T.long(), layer, 1, :, offsets] = to_kv(v, kv)
     return out

@@ -5,6 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from flowinfer.kernels.e4m3 import stored
+
 
 def launch(qkv, kv, layer, heads, positions, blocks, rope, qk_norm, eps, out):
     """Arguments as checked by rope_write."""
@@ -48,6 +50,6 @@ def _rope(
     s = tl.load(sin + position * D + d, mask=d < D, other=0.0).to(tl.float32)
     turned = x * c + y * s
     tl.store(out + token * (N + K) * D + h * D + d, turned.to(out.dtype.element_ty), mask=(h < N + K) & (d < D))
-    value = tl.where(h < N + K, turned, raw).to(kv.dtype.element_ty)
+    value = stored(tl.where(h < N + K, turned, raw).to(out.dtype.element_ty), kv)
     page = kv + block * block_stride + layer_offset + (h - N) * PAGE * D + (position % PAGE) * D
     tl.store(page + d, value, mask=(h >= N) & inside & (block + 0 * h >= 0))

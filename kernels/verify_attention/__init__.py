@@ -15,7 +15,7 @@ from torch import Tensor
 from flowinfer.errors import KernelUnsupported
 from flowinfer.kernels import decode_attention
 from flowinfer.kernels.decode_attention import DecodeBatch, Scratch
-from flowinfer.kernels.rope import Heads
+from flowinfer.kernels.rope import Heads, reads_kv
 from flowinfer.kernels.verify_attention.reference import verify_attention_reference
 
 __all__ = ["make_scratch", "num_splits", "verify_attention", "verify_attention_reference"]
@@ -63,7 +63,7 @@ def verify_attention(
 
     sequences = batch.slots.shape[0]
     rows = qkv_RE.shape[0] // sequences
-    if not (qkv_RE.is_contiguous() and kv.is_contiguous()) or qkv_RE.dtype != kv.dtype:
+    if not (qkv_RE.is_contiguous() and kv.is_contiguous()) or not reads_kv(qkv_RE, kv):
         raise KernelUnsupported("verify_attention needs contiguous rows and KV of one dtype.")
     if qkv_RE.shape[1] != (heads.num_heads + 2 * heads.num_kv_heads) * heads.head_dim:
         raise KernelUnsupported(f"verify_attention: {heads} don't fit rows of {qkv_RE.shape[1]}.")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from flowinfer.kernels.e4m3 import INTERPRETED, numbers, stored
 from flowinfer.kernels.verify_attention import num_splits
 
 LAUNCH: tuple[int, int] | None = None  # warps and stages, to try others
@@ -24,7 +25,7 @@ def launch(qkv, kv, layer, heads, batch, counts, rope, qk_norm, eps, scratch, ro
         qkv, kv, batch.slots, batch.lengths, counts, batch.block_tables, batch.block_tables.stride(0), *rope,
         q_norm, k_norm, *scratch, out, layer * 2 * k * page * d, kv.stride(0), d**-0.5, eps, splits,
         T=rows, N=n, K=k, D=d, PAGE=page, BQ=block_q, BT=16, BD=block_d, NORM=qk_norm is not None, SPLIT=splits > 1,
-        BS=block_s, BC=max(1, min(block_q, _MERGED // (block_s * block_d))),
+        BS=block_s, BC=max(1, min(block_q, _MERGED // (block_s * block_d))), FAST=not INTERPRETED,
         num_warps=warps, num_stages=stages,
     )  # fmt: skip
 
@@ -51,6 +52,7 @@ def _verify_attention(
     sums, peaks, arrived, out, layer_offset, block_stride, scale, eps, splits,
     T: tl.constexpr, N: tl.constexpr, K: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, BQ: tl.constexpr,
     BT: tl.constexpr, BD: tl.constexpr, NORM: tl.constexpr, SPLIT: tl.constexpr, BS: tl.constexpr, BC: tl.constexpr,
+    FAST: tl.constexpr,
 ):  # fmt: skip
     G: tl.constexpr = N // K
     LOG2E: tl.constexpr = 1.4426950408889634
@@ -99,6 +101,7 @@ def _verify_attention(
         seen = p * PAGE + t < past
         keys = tl.load(page + t[None, :] * D + dk[:, None], mask=seen[None, :] & (dk < D)[:, None], other=0.0)
         values = tl.load(page + K * PAGE * D + t[:, None] * D + d, mask=seen[:, None] & in_d, other=0.0)
+        keys, values = numbers(keys, FAST), numbers(values, FAST)
         scores = tl.dot(q, keys, input_precision="ieee") * factor
         scores = tl.where(seen[None, :], scores, float("-inf"))
         high = tl.maximum(peak, tl.max(scores, 1))
@@ -120,8 +123,8 @@ def _verify_attention(
         values = tl.load(rows + (j * E + (N + K + h) * D)[:, None] + d, mask=there, other=0.0)
         block = tl.load(table + at // PAGE, mask=real, other=0).to(tl.int64)
         page = pages + (block * block_stride + (at % PAGE) * D)[:, None]
-        tl.store(page + d, keys, mask=there)
-        tl.store(page + K * PAGE * D + d, values, mask=there)
+        tl.store(page + d, stored(keys, page), mask=there)
+        tl.store(page + K * PAGE * D + d, stored(values, page), mask=there)
         scores = tl.dot(q, tl.trans(keys), input_precision="ieee") * factor
         scores = tl.where((j[None, :] <= token[:, None]) & real[None, :], scores, float("-inf"))
         high = tl.maximum(peak, tl.max(scores, 1))

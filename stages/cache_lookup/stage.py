@@ -10,7 +10,7 @@ from pydantic import Field
 from flowinfer.cache.policies.eviction import Kind
 from flowinfer.cache.replay import DEFAULT, Mode
 from flowinfer.cache.tiers import RETENTION, STORES, Tiers
-from flowinfer.engine.formats import Weights
+from flowinfer.engine.formats import KVDtype, Weights
 from flowinfer.errors import ModelError, StageError, TransportError
 from flowinfer.message import (
     BlockRemoved,
@@ -75,6 +75,7 @@ class CacheLookup(Stage):
         model: str = setting("", change="cold")
         dtype: Literal["auto", "float32", "bfloat16"] = setting("auto", change="cold")
         weights: Weights = setting("checkpoint", change="cold")
+        kv_dtype: KVDtype = setting("auto", change="cold")
         tiers: Tiers = setting(Tiers(), change="cold")
         retention: dict[str, Duration] = setting(RETENTION, change="cold")
         share_inflight: bool = setting(True, change="live")
@@ -85,7 +86,8 @@ class CacheLookup(Stage):
 
         def contract(self) -> Contract:
             """Adds prefix; reads the model's shape, not its weights."""
-            model = ModelUse(self.model, dtype=self.dtype, packed=self.weights) if self.model else None
+            use = ModelUse(self.model, dtype=self.dtype, packed=self.weights, kv=self.kv_dtype)
+            model = use if self.model else None
             return Contract(adds=frozenset({"prefix"}), model=model)
 
     config: Config
@@ -245,7 +247,7 @@ class CacheLookup(Stage):
         try:
             kernels = getattr(self.ctx, "kernels", "")
             info, config = hub.describe(hub.resolve(self.config.model)), self.config
-            layout = info.layout(config.dtype, kernels=kernels, weights=config.weights)
+            layout = info.layout(config.dtype, kernels=kernels, weights=config.weights, kv=config.kv_dtype)
         except ModelError as error:
             raise StageError(self.ctx.stage, error.message, help=error.help) from error
         return layout.namespace(approximate=self.config.replay == "bounded"), layout.block_tokens

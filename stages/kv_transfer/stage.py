@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Literal
 import msgspec
 from pydantic import model_validator
 
-from flowinfer.engine.formats import Weights
+from flowinfer.engine.formats import KVDtype, Weights
 from flowinfer.errors import RequestError
 from flowinfer.graph.transports import TRANSPORTS
 from flowinfer.message import (
@@ -68,6 +68,7 @@ class KVTransfer(Stage):
         model: str = setting("", change="cold")
         dtype: Literal["auto", "float32", "bfloat16"] = setting("auto", change="cold")
         weights: Weights = setting("checkpoint", change="cold")
+        kv_dtype: KVDtype = setting("auto", change="cold")
         transport: Literal["auto", "shm", "tcp", "cuda_ipc", "nixl"] = setting("auto", change="cold")
         interfaces: tuple[str, ...] = setting((), change="cold")
         deadline: Duration = 30.0
@@ -82,7 +83,7 @@ class KVTransfer(Stage):
             """The kv facet is needed and kept; credit is granted in blocks and comes back when decode has finished."""
             return Contract(
                 needs={"sequences": frozenset({"kv"})},
-                model=ModelUse(self.model, weights=True, dtype=self.dtype, packed=self.weights),
+                model=ModelUse(self.model, weights=True, dtype=self.dtype, packed=self.weights, kv=self.kv_dtype),
                 held=frozenset({"sequences"}),
                 units={"sequences": "blocks"},
                 beside=frozenset({"moe-decode"}),
@@ -97,7 +98,8 @@ class KVTransfer(Stage):
         from flowinfer.engine.engine import Engine
         from flowinfer.transfer.incoming import Incoming
 
-        self.engine = Engine.of(self.ctx, self.config.model, self.config.dtype, self.config.weights)
+        own = self.config
+        self.engine = Engine.of(self.ctx, own.model, own.dtype, own.weights, own.kv_dtype)
         for hook in (self.engine.on_release, self.engine.on_offer):
             hook.append(lambda request: self.ctx.give_back("sequences", request))
         self.incoming = Incoming(self.engine)

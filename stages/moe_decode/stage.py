@@ -85,7 +85,8 @@ class MoeDecode(Stage):
         from flowinfer.transfer.departures import Departures
 
         self.query_starts = query_starts
-        self.engine = Engine.of(self.ctx, self.config.model, self.config.dtype, self.config.weights, self.config.kv_dtype)
+        own = self.config
+        self.engine = Engine.of(self.ctx, own.model, own.dtype, own.weights, own.kv_dtype)
         self.lower = LowerTiers.of(self.ctx, self.engine)
         model = self.engine.model.config
         self.batch = self.ctx.shared(

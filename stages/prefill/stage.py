@@ -10,7 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Literal
 
 from flowinfer.cache.tiers import STORES
-from flowinfer.engine.formats import Weights
+from flowinfer.engine.formats import KVDtype, Weights
 from flowinfer.engine.held import KV_EVENTS, Run
 from flowinfer.errors import RequestError
 from flowinfer.message import (
@@ -65,6 +65,7 @@ class Prefill(Stage):
         model: str = setting("", change="cold")
         dtype: Literal["auto", "float32", "bfloat16"] = setting("auto", change="cold")
         weights: Weights = setting("checkpoint", change="cold")
+        kv_dtype: KVDtype = setting("auto", change="cold")
         step_budget: Duration = setting(0.05, change="live")
         token_budget: TokenCount | None = setting(None, change="live")
         max_prompts: int = setting(64, change="live")
@@ -75,7 +76,7 @@ class Prefill(Stage):
             """Adds kv; gives credit back when a prompt has left; takes decode's block credit before it starts one."""
             return Contract(
                 adds=frozenset({"kv"}),
-                model=ModelUse(self.model, weights=True, dtype=self.dtype, packed=self.weights),
+                model=ModelUse(self.model, weights=True, dtype=self.dtype, packed=self.weights, kv=self.kv_dtype),
                 held=frozenset({"prompts"}),
                 reserves=True,
                 reads=frozenset({"cache-lookup"}),
@@ -92,7 +93,8 @@ class Prefill(Stage):
         from flowinfer.stages.prefill.policy import PrefillScheduler
         from flowinfer.stages.prefill.scoring import PromptScores
 
-        self.engine = Engine.of(self.ctx, self.config.model, self.config.dtype, self.config.weights)
+        own = self.config
+        self.engine = Engine.of(self.ctx, own.model, own.dtype, own.weights, own.kv_dtype)
         self.lower = LowerTiers.of(self.ctx, self.engine)
         self.scores = PromptScores(self.engine)
         self.scheduler = PrefillScheduler(token_budget=self.config.token_budget)

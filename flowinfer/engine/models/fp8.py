@@ -52,6 +52,18 @@ def refuse(device: torch.device, dtype: torch.dtype, config: ModelConfig, *, bat
         raise ModelError(f"`weights: fp8` on {device} needs {lacks}.", help="Leave `weights` out.")
 
 
+def refuse_kv(model: object, *, batch_invariant: bool) -> None:
+    """Raises ModelError where `kv_dtype: fp8` can't be had for this model on its device."""
+    from flowinfer.engine.models.fused import FusedModel  # here: it needs Triton's kernels
+
+    if batch_invariant:
+        text = "`kv_dtype: fp8` breaks batch_invariant: a step sees its own keys and values before they are rounded."
+        raise ModelError(text, help="Leave one of the two out.")
+    if not isinstance(model, FusedModel) or not runs(model.device, model.dtype):
+        text = "`kv_dtype: fp8` needs a GPU of compute capability 8.9, and a model in bfloat16 that isn't DeepSeek-V4."
+        raise ModelError(text, help="Leave `kv_dtype` out.")
+
+
 class Fp8Linear:
     """The product of a weight in FP8."""
 

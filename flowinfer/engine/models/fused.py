@@ -246,12 +246,12 @@ class FusedModel(Model):
         counts = step.query_starts[1:] - step.query_starts[:-1]
         block_tokens = kv.shape[4]
         blocks = blocks_of_tokens(step, counts, block_tokens)
-        own = bool((counts == step.kv_lens).all()) and int(counts.min()) >= OWN_ROWS and kv.dtype is torch.bfloat16
+        own = bool((counts == step.kv_lens).all()) and int(counts.min()) >= OWN_ROWS and self.dtype is torch.bfloat16
         tiling = None
         if not own:
             tiling = plan_tiles(
                 step.query_starts, step.kv_lens, step.block_tables, heads=self.heads, device=self.device,
-                dtype=kv.dtype,
+                dtype=self.dtype,
             )  # fmt: skip
         sent = torch.from_numpy(blocks).to(self.device, non_blocking=True)
         return _Step(step.positions, sent, tiling, tuple(counts.tolist()) if own else None)
