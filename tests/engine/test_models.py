@@ -13,7 +13,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from flowinfer.engine.models import load_model
+from flowinfer.engine.models import load, load_model
 from flowinfer.engine.models.decoder import Model
 from flowinfer.engine.step import StepInput
 from flowinfer.errors import ModelError
@@ -62,12 +62,24 @@ FAMILIES: dict[str, tuple[str, dict[str, object]]] = {
 
 
 @pytest.fixture(scope="module", params=FAMILIES, ids=lambda name: name.replace(" ", "-"))
-def pair(
+def saved(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[Model, Callable[..., Tensor]]:
+) -> tuple[Path, Callable[..., Tensor]]:
     folder = tmp_path_factory.mktemp("model")
-    oracle = _oracle(*FAMILIES[request.param], folder)
-    return load_model(folder, dtype="float32", device="cpu"), oracle
+    return folder, _oracle(*FAMILIES[request.param], folder)
+
+
+@pytest.fixture(scope="module", params=["plain", "compiled"])
+def pair(
+    request: pytest.FixtureRequest, saved: tuple[Path, Callable[..., Tensor]]
+) -> tuple[Model, Callable[..., Tensor]]:
+    folder, oracle = saved
+    with pytest.MonkeyPatch.context() as patch:
+        if request.param == "compiled":
+            patch.setattr(load, "COMPILED_FROM", 0)
+        model = load_model(folder, dtype="float32", device="cpu")
+    assert type(model).__name__ == {"plain": "Model", "compiled": "CompiledModel"}[request.param]
+    return model, oracle
 
 
 def _oracle(name: str, settings: dict[str, object], folder: Path) -> Callable[[list[int]], Tensor]:

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from flowinfer.engine.models.deepseek_v4.model import V4Model
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+COMPILED_FROM = 1 << 24  # weights from which a model on a CPU runs by compiled loops
 Progress = Callable[[int, int], None]  # layers done, layers in all
 # Buffers that some checkpoints carry and every reader computes anew.
 _HARMLESS = (".rotary_emb.inv_freq", ".masked_bias", ".attn.bias")
@@ -121,7 +122,7 @@ class _Loader:
 
             kind = Fp8Model if has_fp8(layers) else FusedModel if self.invariance is None else InvariantModel
             return kind(config, embed_VH, layers, norm_H, head_VH, rope)
-        if self.invariance is None and _can_compile(weights.device, weights.dtype):
+        if self.invariance is None and _pays_to_compile(config, weights.device, weights.dtype):
             from flowinfer.engine.models.compiled import CompiledModel
 
             return CompiledModel(config, embed_VH, layers, norm_H, head_VH, rope)
@@ -231,8 +232,11 @@ class _Loader:
         return torch.empty(shape, dtype=self.weights.dtype, device=self.weights.device)
 
 
-def _can_compile(device: torch.device, dtype: torch.dtype) -> bool:
-    return device.type == "cpu" and dtype in (torch.float32, torch.bfloat16) and not compiled.missing()
+def _pays_to_compile(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether compiled loops run there, and the model is large enough to win back the half second that they load in."""
+    per_layer = config.hidden_size * (4 * config.hidden_size + 3 * config.intermediate_size)
+    runs = device.type == "cpu" and dtype in (torch.float32, torch.bfloat16) and not compiled.missing()
+    return runs and config.num_layers * per_layer >= COMPILED_FROM
 
 
 def _can_fuse(device: torch.device, dtype: torch.dtype) -> bool:
