@@ -197,16 +197,15 @@ def _memory_tier(graph: Graph) -> int:
 
 
 def _threads(declared: dict[str, Worker], loading: set[str | None], name: str) -> int:
-    """Torch threads of a worker: the cores less one for each process's loop, shared by the processes with a model.
+    """Torch threads of a worker: the cores, shared by the processes with a model.
 
-    Threads that spin for a core which another process has slow each other tenfold, so few cores mean one thread:
-    on two busy cores a step of 23 ms took 150 ms with two.
+    Other processes take little of them, and threads spin for each other so shortly that a core lost now and then
+    costs what it computes for somebody else (see runtime.threads).
     """
     if name not in loading:
         return 1
-    processes = sum(worker.replicas for worker in declared.values())
     models = sum(worker.replicas for key, worker in declared.items() if key in loading)
-    return max(1, (_num_cores() - processes) // models)
+    return max(1, _num_cores() // models)
 
 
 def _num_cores() -> int:

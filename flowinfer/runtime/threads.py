@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 # A thread of torch that waits for its peers spins first: a step is hundreds of short products, and waking takes time.
-# About 0.5 ms on an AMD EPYC, which spans the Python between two products; the library's own default spins for 6 ms.
-ALONE = {"GOMP_SPINCOUNT": "20000"}
+# About 0.06 ms on an AMD EPYC, which spans the Python between two products. Where another process has taken the peer's
+# core, each product costs one spin more: with the library's own default, of 6 ms, a step would take seconds.
+ALONE = {"GOMP_SPINCOUNT": "2000"}
 # With more threads than cores a peer has often lost its core, and spinning keeps it away: two workers of two threads on
 # two busy cores took ten times as long as without (tests/bench/bench_threads.py). KMP_BLOCKTIME is the same for the
 # OpenMP of LLVM and Intel.

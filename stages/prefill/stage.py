@@ -42,8 +42,14 @@ _RETRY_S = (
     0.005  # how soon a prompt that found no credit or no block asks again; a freed block isn't an event of its own
 )
 
+_AUTO_S, _MOST_AUTO_S = 0.05, 0.5  # between which `auto` chooses the longest time of a step
 _RECALLED = 8  # requests whose blocks one worker is asked to copy at once: a copy of one costs it milliseconds
 _RECALL_S = 0.05
+
+
+def auto_budget(fixed_s: float) -> float:
+    """Seconds of a step at most, where one without tokens would take fixed_s: a tenth of it, but for very slow ones."""
+    return min(max(_AUTO_S, 10 * fixed_s), _MOST_AUTO_S)
 
 
 class Prefill(Stage):
@@ -57,16 +63,17 @@ class Prefill(Stage):
         weights: checkpoint, or what a CPU makes of them as they are loaded: int8 or int4 for few rows, with a copy in
         dtype for many; int8-only and int4-only do without that copy.
 
-        step_budget: longest time that one step may keep the device.  token_budget: a fixed number of tokens a step
-        instead, for comparison.  max_prompts: prompts being computed at once.  wait: longest wait for KV blocks.
-        pin_timeout: longest wait for another worker's cached prefix before it is computed again.
+        step_budget: longest time that one step may keep the device; auto: 50ms, or ten times what a step costs however
+        short, where that is more: a processor would spend such steps on their beginnings.  token_budget: a fixed number
+        of tokens a step instead, for comparison.  max_prompts: prompts being computed at once.  wait: longest wait for
+        KV blocks.  pin_timeout: longest wait for another worker's cached prefix before it is computed again.
         """
 
         model: str = setting("", change="cold")
         dtype: Literal["auto", "float32", "bfloat16"] = setting("auto", change="cold")
         weights: Weights = setting("checkpoint", change="cold")
         kv_dtype: KVDtype = setting("auto", change="cold")
-        step_budget: Duration = setting(0.05, change="live")
+        step_budget: Duration | Literal["auto"] = setting("auto", change="live")
         token_budget: TokenCount | None = setting(None, change="live")
         max_prompts: int = setting(64, change="live")
         wait: Duration = setting(60.0, change="live")
@@ -295,7 +302,7 @@ class Prefill(Stage):
 
     def _run_chunks(self) -> list[str]:
         """Runs one step; returns the requests that it completed."""
-        chunks = self.scheduler.plan(self.config.step_budget, self.engine.cost)
+        chunks = self.scheduler.plan(self._budget_s, self.engine.cost)
         if not chunks:
             return []
         runs = [
@@ -314,6 +321,11 @@ class Prefill(Stage):
             if run.held.id not in done:  # whose last blocks go with the hand-over
                 self.engine.outgoing.advance(run.held)
         return done
+
+    @property
+    def _budget_s(self) -> float:
+        wanted = self.config.step_budget
+        return auto_budget(self.engine.cost.coefficients[0]) if wanted == "auto" else wanted
 
     def _is_scored(self, run: Run) -> bool:
         return self.prompts[run.held.id].sampling.prompt_logprobs is not None
