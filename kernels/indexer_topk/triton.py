@@ -93,19 +93,19 @@ def _choose(
         least = tl.zeros([1], tl.uint32)  # the bits of the last chosen score that are known by now
         left = TOP  # how many are still to be chosen among those that agree in these bits
         for step in tl.static_range(32 // BITS):
-            SHIFT: tl.constexpr = 32 - BITS * (step + 1)
+            low = 32 - BITS * (step + 1)  # of this digit
             counts = tl.zeros([BINS], tl.int32)
             for start in range(0, visible, BLOCK):
                 there = start + i < visible
                 key = _ordered(tl.load(row + start + i, mask=there, other=0.0))
                 if step > 0:
-                    there = there & ((key >> (SHIFT + BITS)) == (least >> (SHIFT + BITS)))
-                counts += tl.histogram(((key >> SHIFT) & (BINS - 1)).to(tl.int32), BINS, mask=there)
+                    there = there & ((key >> (low + BITS)) == (least >> (low + BITS)))
+                counts += tl.histogram(((key >> low) & (BINS - 1)).to(tl.int32), BINS, mask=there)
             above = tl.sum(counts, 0) - tl.cumsum(counts, 0)  # that are larger in this digit
             here = (above < left) & (above + counts >= left)
             digit = tl.sum(tl.where(here, digits, 0), 0)
             left -= tl.sum(tl.where(here, above, 0), 0)
-            least = least | (digit.to(tl.uint32) << SHIFT)
+            least = least | (digit.to(tl.uint32) << low)
         written = 0
         equal = 0
         for start in range(0, visible, BLOCK):
