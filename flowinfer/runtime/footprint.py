@@ -6,6 +6,7 @@ import contextlib
 import resource
 from pathlib import Path
 
+from flowinfer.engine.formats import FP8
 from flowinfer.errors import FlowInferError
 from flowinfer.graph.diff import ABSENT, Change, Diff
 from flowinfer.graph.plan import API, Plan
@@ -14,7 +15,7 @@ from flowinfer.runtime.loading import Loader, make_config
 
 PROCESS_BYTES = 60 << 20  # of a worker without a model: interpreter, message types, ZeroMQ
 TORCH_BYTES = 200 << 20  # more with torch in it
-_PACKED_BYTES = {"int4": 5 / 8, "int8": 1.0}  # of a weight, scales included
+_PACKED_BYTES = {"int4": 5 / 8, "int8": 1.0, FP8: 1.0}  # of a weight, scales included
 
 
 def resident(pid: int) -> int:
@@ -49,7 +50,7 @@ def estimate(plan: Plan, worker: str, load: Loader) -> int:
 
 
 def _weights(model: str, packed: str) -> int:
-    """As in the files; quantized ones come on top, or with `-only` instead of all but the embedding."""
+    """As in the files; integers come on top, or with `-only` instead of all but the embedding, and FP8 does so too."""
     from flowinfer.engine import hub
     from flowinfer.engine.formats import numbers_of
 
@@ -60,6 +61,9 @@ def _weights(model: str, packed: str) -> int:
         if not numbers:
             return size
         config = hub.describe(folder).config
+        if numbers == FP8:  # of the layers; embedding and head stay as they are
+            plain = config.vocab_size * config.hidden_size * (1 if config.tied_embeddings else 2)
+            return round((config.num_params - plain) * _PACKED_BYTES[FP8]) + size * plain // config.num_params
         own = round(config.num_params * _PACKED_BYTES[numbers])
         kept = size if packed == numbers else size * config.vocab_size * config.hidden_size // config.num_params
         return own + kept

@@ -57,7 +57,7 @@ class KVTransfer(Stage):
     listens = (KVOffer, KVData, KVPushed, KVStopped, WorkerDown, WorkerUp, HandOff)
 
     class Config(StageConfig):
-        """model, dtype, weights: as in moe-decode, whose engine receives.
+        """model, dtype, weights, kv_dtype: as in moe-decode, whose engine receives.
 
         transport: `shm` leases blocks of the host's shared arena, the others copy blocks from pool to pool: `tcp` as
         frames, `cuda_ipc` from GPU to GPU of one host, `nixl` by RDMA; `auto` takes the first that fits both workers,

@@ -45,7 +45,7 @@ class MoeDecode(Stage):
     class Config(StageConfig):
         """model: name, folder, GGUF or hub id.  dtype: of weights and KV.  max_batch: sequences decoded together.
 
-        weights: as in prefill.
+        weights, kv_dtype: as in prefill.
         max_tokens: longest sequence (prompt and output); default, the model's context.
         resume_budget: time a step may spend on computing preempted sequences again.
         experts: where copies of hot experts would lie, among several workers. Planned and measured, not carried out.
