@@ -20,6 +20,7 @@ class Needs:
     """An op's requirements. capability: the least one; dtypes: of weights and KV; fallback: what runs instead.
 
     alone: only that generation of cards has the instructions.  anywhere: it is made of torch's ops, for any device.
+    loops: a CPU has it too, in compiled loops (see compiled).
     """
 
     op: str
@@ -31,6 +32,7 @@ class Needs:
     cute: bool = False  # compiled by the CuTe DSL
     alone: bool = False
     anywhere: bool = False
+    loops: bool = False
 
 
 _FLOATS = ("bfloat16", "float32")
@@ -40,9 +42,9 @@ TABLE: tuple[Needs, ...] = (
     Needs("skinny_linear", (8, 0), _FLOATS, "torch.nn.functional.linear"),
     Needs("invariant_attention", (8, 0), _FLOATS, "none: batch_invariant is refused"),
     Needs("invariant_linear", (8, 0), _FLOATS, "none: batch_invariant is refused"),
-    Needs("norm", (8, 0), _FLOATS, "torch.nn.functional.rms_norm"),
-    Needs("rope", (8, 0), _FLOATS, "engine.models.rope.rotate"),
-    Needs("activation", (8, 0), _FLOATS, "torch.nn.functional.silu"),
+    Needs("norm", (8, 0), _FLOATS, "torch.nn.functional.rms_norm", loops=True),
+    Needs("rope", (8, 0), _FLOATS, "engine.models.rope.rotate", loops=True),
+    Needs("activation", (8, 0), _FLOATS, "torch.nn.functional.silu", loops=True),
     Needs("experts", (8, 0), _FLOATS, "a loop over experts"),
     Needs("fp8_linear", (8, 9), ("bfloat16",), "weights as the model's dtype; `weights: fp8` is refused"),
     Needs("fp8_experts", (8, 9), ("bfloat16",), "weights as the model's dtype; `weights: fp8` is refused"),
@@ -72,7 +74,7 @@ TABLE: tuple[Needs, ...] = (
         cute=True,
         alone=True,
     ),
-    Needs("paged_attention", (0, 0), _FLOATS, "none", triton=False, anywhere=True),
+    Needs("paged_attention", (0, 0), _FLOATS, "none", triton=False, anywhere=True, loops=True),
     Needs("sampling", (0, 0), ("float32",), "none: logits become float32 before", triton=False, anywhere=True),
     Needs("grouped_mm", (9, 0), ("bfloat16",), "experts: the Triton product", triton=False, torch_op="_grouped_mm"),
 )

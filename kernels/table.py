@@ -17,7 +17,7 @@ _OLD = (7, 5)  # a card that is too old for every kernel
 _HEAD = """# Kernels
 
 An op a folder: `__init__.py` has the checked public function, `reference.py` (or the same file) the op in plain torch,
-`triton.py` the kernel. Tests are in `tests/kernels`; they run in Triton's interpreter, and on a card with
+`triton.py` the kernel, `cpu.py` loops for a CPU. Tests are in `tests/kernels`; they run in Triton's interpreter, and on a card with
 `FLOWINFER_TEST_DEVICE=cuda:0`. `tests/bench/bench_ops.py` times every op and prints its share of the roofline.
 
 What runs is decided once, when a model is loaded, from this table (`arch.py`); `flowinfer doctor` prints it for the
@@ -49,8 +49,9 @@ def _row(needs: Needs) -> str:
 def wants(needs: Needs) -> str:
     """Everything that an op needs, in words."""
     dtypes = " or ".join(needs.dtypes)
+    loops = "; on a CPU numba, for loops of its own" if needs.loops else ""
     if needs.anywhere:
-        return f"torch; {dtypes}"
+        return f"torch; {dtypes}{loops}"
     least = ".".join(map(str, needs.capability))
     card = f"a CUDA device of capability {needs.capability[0]}.x" if needs.alone else f"CUDA capability {least}"
     parts = (
@@ -60,7 +61,7 @@ def wants(needs: Needs) -> str:
         f"torch.{needs.torch_op}" if needs.torch_op else "",
         dtypes,
     )
-    return "; ".join(part for part in parts if part)
+    return "; ".join(part for part in parts if part) + loops
 
 
 def _does(op: str) -> str:

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import click
+
+if TYPE_CHECKING:
+    from flowinfer.kernels.arch import Needs
 
 
 @click.command()
@@ -21,11 +26,21 @@ def doctor(dtype: str) -> None:
     for name, device in _devices():
         table = Table("kernel", "here", title=f"{device}: {name}", title_justify="left", box=None)
         for needs in arch.TABLE:
-            lacks = arch.missing(needs, arch.capability_of(device), dtype)
-            table.add_row(needs.op, f"needs {lacks}; instead: {needs.fallback}" if lacks else "runs")
+            table.add_row(needs.op, _state(needs, device, dtype))
         for row in _weights(device, arch.capability_of(device), dtype):
             table.add_row(*row)
         console.print(table)
+
+
+def _state(needs: Needs, device: str, dtype: str) -> str:
+    """Whether an op runs on the device, and what it lacks."""
+    from flowinfer.kernels import arch, compiled
+
+    lacks = arch.missing(needs, arch.capability_of(device), dtype)
+    if device == "cpu" and needs.loops:
+        loops = compiled.missing()
+        return f"compiled loops need {loops}; instead: plain torch" if loops else "runs, in compiled loops"
+    return f"needs {lacks}; instead: {needs.fallback}" if lacks else "runs"
 
 
 def _weights(device: str, capability: tuple[int, int] | None, dtype: str) -> list[tuple[str, str]]:
