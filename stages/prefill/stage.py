@@ -47,9 +47,13 @@ _RECALLED = 8  # requests whose blocks one worker is asked to copy at once: a co
 _RECALL_S = 0.05
 
 
-def auto_budget(fixed_s: float) -> float:
-    """Seconds of a step at most, where one without tokens would take fixed_s: a tenth of it, but for very slow ones."""
-    return min(max(_AUTO_S, 10 * fixed_s), _MOST_AUTO_S)
+def auto_budget(fixed_s: float, *, decoding: bool) -> float:
+    """Seconds of a step at most, where one without tokens would take fixed_s.
+
+    That is then a tenth of a step at most, and a thirtieth while no sequence decodes on the device, so that only other
+    prompts wait for the step's end.
+    """
+    return min(max(_AUTO_S, (10 if decoding else 30) * fixed_s), _MOST_AUTO_S)
 
 
 class Prefill(Stage):
@@ -64,8 +68,8 @@ class Prefill(Stage):
         dtype for many; int8-only and int4-only do without that copy; fp8 on a GPU.  kv_dtype: fp8 keeps keys and values
         in a byte each, on a GPU.
 
-        step_budget: longest time that one step may keep the device; auto: 50ms, or ten times what a step costs however
-        short, where that is more: a processor would spend such steps on their beginnings.  token_budget: a fixed number
+        step_budget: longest time that one step may keep the device; auto: 50ms, or where that is more, ten times what a
+        step costs however short (thirty times while nothing decodes on the device), 500ms at most.  token_budget: a fixed number
         of tokens a step instead, for comparison.  max_prompts: prompts being computed at once.  wait: longest wait for
         KV blocks.  pin_timeout: longest wait for another worker's cached prefix before it is computed again.
         """
@@ -326,7 +330,9 @@ class Prefill(Stage):
     @property
     def _budget_s(self) -> float:
         wanted = self.config.step_budget
-        return auto_budget(self.engine.cost.coefficients[0]) if wanted == "auto" else wanted
+        if wanted != "auto":
+            return wanted
+        return auto_budget(self.engine.cost.coefficients[0], decoding=self.ctx.worker in self.sent.values())
 
     def _is_scored(self, run: Run) -> bool:
         return self.prompts[run.held.id].sampling.prompt_logprobs is not None
