@@ -17,8 +17,9 @@ _OLD = (7, 5)  # a card that is too old for every kernel
 _HEAD = """# Kernels
 
 An op a folder: `__init__.py` has the checked public function, `reference.py` (or the same file) the op in plain torch,
-`triton.py` the kernel, `cpu.py` loops for a CPU. Tests are in `tests/kernels`; they run in Triton's interpreter, and on a card with
-`FLOWINFER_TEST_DEVICE=cuda:0`. `tests/bench/bench_ops.py` times every op and prints its share of the roofline.
+`triton.py` the kernel, `cpu.py` loops for a CPU. Tests are in `tests/kernels`; they run in Triton's interpreter, and on
+a card with `FLOWINFER_TEST_DEVICE=cuda:0`. `tests/bench/bench_ops.py` times every op and prints its share of the
+roofline.
 
 What runs is decided once, when a model is loaded, from this table (`arch.py`); `flowinfer doctor` prints it for the
 devices of a machine. Where an op can't run, the one named here runs instead; whoever calls it all the same gets the
