@@ -33,7 +33,7 @@ from flowinfer.engine.step import StepInput
 from flowinfer.text.tokenizer import load_tokenizer
 
 MODEL, WINDOW = "smollm2-135m", 2048
-LOSSES = ("float32", "bfloat16", "fp8", "fp8 few rows", "int8", "int4", "int4:64", "int4:128")
+LOSSES = ("float32", "bfloat16", "fp8", "fp8 few rows", "fp8 KV", "int8", "int4", "int4:64", "int4:128")
 SPEEDS = ("bfloat16", "int8", "int4", "int4:64", "int4-only")
 STEPS = {"1 row": (1, 1, 256), "2 rows": (2, 1, 256), "4 rows": (4, 1, 256), "5 rows": (5, 1, 256)}
 STEPS |= {"6 rows": (6, 1, 256), "8 rows": (8, 1, 256), "16 rows": (16, 1, 256), "256 of a prompt": (1, 256, 256)}
@@ -51,7 +51,7 @@ print(time.perf_counter() - began, resident() - before)
 def loaded(kind: str) -> Model:
     """The model in a dtype, or in bfloat16 with such weights, ready to run."""
     if kind.startswith("fp8"):
-        return emulated(few=kind != "fp8")
+        return emulated(kind)
     plain = kind in ("float32", "bfloat16")
     model = load_model(hub.resolve(MODEL), dtype=kind if plain else "bfloat16", weights="checkpoint" if plain else kind)
     assert isinstance(model, Model)
@@ -59,19 +59,33 @@ def loaded(kind: str) -> Model:
     return model
 
 
-def emulated(*, few: bool) -> Model:
-    """What a GPU computes with `weights: fp8`: few rows stay in bfloat16, many become FP8 too."""
-    from flowinfer.engine.models import fp8
+def emulated(kind: str) -> Model:
+    """What a GPU computes with `weights: fp8`, where few rows stay in bfloat16, or with `kv_dtype: fp8`.
+
+    All keys and values are rounded here; on a card those of the step itself aren't.
+    """
+    from flowinfer.engine.models import fp8, load
     from flowinfer.engine.models.config import read_config
     from flowinfer.engine.models.linear import make_linear
     from flowinfer.engine.models.load import _Loader
     from flowinfer.engine.models.quantized import Makers
     from flowinfer.engine.weights import Weights
 
-    fp8.FEW_ROWS = 1 << 30 if few else 0
+    fp8.FEW_ROWS = 0 if kind == "fp8" else 1 << 30
+    load.COMPILED_FROM = 1 << 60  # the plain decoder: others attend by kernels of their own
     folder = hub.resolve(MODEL)
     with Weights(folder, dtype=torch.bfloat16, device=torch.device("cpu")) as files, torch.inference_mode():
-        return _Loader(read_config(folder), files, None, Makers(fp8.make_fp8, make_linear)).model(None)
+        own = Makers(make_linear if kind == "fp8 KV" else fp8.make_fp8, make_linear)
+        model = _Loader(read_config(folder), files, None, own).model(None)
+    if kind == "fp8 KV":
+        heads = model._heads
+
+        def rounded(*args: Any) -> tuple[torch.Tensor, ...]:
+            q, *kv = heads(*args)
+            return q, *(x.clamp(-448, 448).to(torch.float8_e4m3fn).to(x.dtype) for x in kv)
+
+        model._heads = rounded  # type: ignore[assignment,method-assign]
+    return model
 
 
 def resident() -> int:

@@ -44,10 +44,10 @@ def built(shape: str, make: Any, *, fused: bool) -> Model:
         return loader.model(None)
 
 
-def run(model: Any, tokens: list[int]) -> tuple[Tensor, Tensor]:
+def run(model: Any, tokens: list[int], dtype: torch.dtype = torch.bfloat16) -> tuple[Tensor, Tensor]:
     config, count = model.config, len(tokens)
     shape = (2, config.num_layers, 2, config.num_kv_heads, 64, config.head_dim)
-    kv = torch.zeros(shape, dtype=torch.bfloat16, device=DEVICE)
+    kv = torch.zeros(shape, device=DEVICE).to(dtype)
     step = StepInput(
         tokens=torch.tensor(tokens, device=DEVICE),
         positions=torch.arange(count, device=DEVICE),
@@ -59,9 +59,9 @@ def run(model: Any, tokens: list[int]) -> tuple[Tensor, Tensor]:
     return model.forward(step, kv), kv
 
 
-def decoded(model: Any) -> Tensor:
-    """Logits of the last token by a decode step."""
-    _, kv = run(model, TOKENS[:-1])
+def decoded(model: Any, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    """Logits of the last token by a decode step over keys and values of this dtype."""
+    _, kv = run(model, TOKENS[:-1], dtype)
     one = [torch.tensor(values, dtype=torch.int32, device=DEVICE) for values in ([0], [len(TOKENS)], [[0, 1]])]
     last = torch.tensor(TOKENS[-1:], dtype=torch.int32, device=DEVICE)
     logits: Tensor = model.decode(last, DecodeBatch(*one), kv, Scratch.make(1, model.heads, DEVICE))
@@ -88,3 +88,11 @@ def test_few_rows_many_rows_and_a_decode_step(shape: str, monkeypatch: pytest.Mo
     monkeypatch.setattr("flowinfer.kernels.fp8_experts.MOST_ROWS", 4)
     many = run(model, TOKENS)[0]
     assert 1e-3 < error(many, few) < 0.12
+
+
+def test_keys_and_values_in_fp8_change_little(monkeypatch: pytest.MonkeyPatch) -> None:
+    if DEVICE.type == "cpu":
+        monkeypatch.setattr(decode_module, "PROGRAMS", 40)
+    model = built("dense", Linear, fused=True)
+    plain, rounded = decoded(model), decoded(model, torch.float8_e4m3fn)
+    assert 1e-4 < error(rounded, plain) < 0.1
