@@ -27,6 +27,7 @@ class Batch:
 
     tokens int32 [max_slots, max_tokens]: prompt and accepted output.  num_tokens, num_prompt int32 [max_slots].
     blocks int32 [max_slots, max_blocks]: arena block ids, num_blocks of them valid.  version int64 [max_slots].
+    num_changes: of all versions; while it stands still, whoever was in the batch still is.
     joined: slots added since spec-verify last looked; it takes and clears the list.
     limit int32 [max_slots]: length at which a sequence ends.  on_device bool [max_slots]: its tokens can be chosen
     without the host, by `choices`, one column a field of sampling.Choice.  drafting: whether spec-verify drafts at all.
@@ -72,6 +73,7 @@ class Batch:
         self.engine: Engine | None = None
         self.model_name = ""
         self.version: NDArray[np.int64] = np.zeros(max_slots, np.int64)
+        self.num_changes = 0
         self.ids: list[str | None] = [None] * max_slots
         self.prompts: list[Sequence | None] = [None] * max_slots
         self.joined: list[int] = []
@@ -91,7 +93,7 @@ class Batch:
     def add(self, sequence: Sequence, history: Ids, blocks: Ids) -> int:
         """Gives the sequence a slot. history: prompt and, after a preemption, output so far; blocks: its KV so far."""
         slot = self._free.pop()
-        self.version[slot] += 1
+        self._changed(slot)
         self.ids[slot], self.prompts[slot] = sequence.id, sequence
         self.tokens[slot, : len(history)] = history
         self.num_tokens[slot], self.num_prompt[slot] = len(history), len(sequence.tokens)
@@ -124,10 +126,14 @@ class Batch:
         del self.slot_of[id]
         self.ids[slot] = self.prompts[slot] = None
         self.num_tokens[slot] = self.num_blocks[slot] = 0
-        self.version[slot] += 1
+        self._changed(slot)
         if slot in self.joined:
             self.joined.remove(slot)
         self._free.append(slot)
+
+    def _changed(self, slot: int) -> None:
+        self.version[slot] += 1
+        self.num_changes += 1
 
     def live(self, slots: Ids, versions: NDArray[np.int64]) -> NDArray[np.bool_]:
         """Which of these slots still hold the sequence that they held when `versions` was read."""

@@ -57,6 +57,7 @@ class Replay(Protocol):
 class Flight:
     """A step on its way. Its tokens are valid once `tokens()` has returned.
 
+    num_changes: of the batch when it was started.
     rows: 0, or of a step that verifies drafts, how many each sequence had; then `chosen` is kernels.verify's verdict.
     most int32 [n]: tokens that it gives each sequence at most; None: one.
     """
@@ -65,6 +66,7 @@ class Flight:
     versions: NDArray[np.int64]
     chosen: Tensor
     done: Event
+    num_changes: int = -1
     rows: int = 0
     most: Ids | None = None
 
@@ -131,6 +133,8 @@ class DecodeGraphs:
         self.staging = Staging(8 * slots * (batch.blocks.shape[1] + 10), device)
         self._sent: Ids = np.empty(0, np.int32)  # the rows that `slots` holds
         self._size = 0
+        self._is_drawn = False  # whether a token of those rows is
+        self._settled = -1  # batch.num_changes at which the device has the state of all of them
         self._synced = np.full(slots, -1, np.int64)  # version whose last token and length the device has
         self._num_blocks = np.zeros(slots, np.int32)  # entries of each block table that it has
         self._graphs: dict[int, Steps] = {}
@@ -139,6 +143,7 @@ class DecodeGraphs:
         self.verifying: VerifyGraphs | None = None  # steps with drafts, as `plan` has them
         self.load: ExpertLoad | None = None  # where the rows of each expert are booked, a step or two late
         self._loads: deque[tuple[Tensor, Event]] = deque()
+        self._load_ring: Ring | None = None
 
     def capture(self, progress: Callable[[int, int], None] | None = None) -> None:
         """Captures all batch sizes, the largest first: the others reuse its memory."""
@@ -150,14 +155,16 @@ class DecodeGraphs:
 
     def follow(self, plan: DraftPlan) -> None:
         """Captures the steps with drafts that this plan has; those of the last one are gone. Nothing is in flight."""
+        self.plan, self.verifying = plan, None
+        self._synced[:] = self._settled = -1
+        if plan.num_drafts:
+            self.verifying = self._verifying_by(plan)
+            self.verifying.capture()
+
+    def _verifying_by(self, plan: DraftPlan) -> VerifyGraphs:
         from flowinfer.engine.verify_graphs import VerifyGraphs
 
-        self.plan = plan
-        self.verifying = None
-        self._synced[:] = -1
-        if plan.num_drafts:
-            self.verifying = VerifyGraphs(self, plan)
-            self.verifying.capture()
+        return VerifyGraphs(self, plan)
 
     def event(self) -> Event:
         """What comes once all that was started is done."""
@@ -167,7 +174,7 @@ class DecodeGraphs:
 
     def forget(self, slots: Ids) -> None:
         """What these sequences have become is the host's business: their state is sent again before they next run."""
-        self._synced[slots] = -1
+        self._synced[slots] = self._settled = -1
 
     def stale(self, slots: Ids) -> Ids:
         """Those of the slots whose state the device hasn't."""
@@ -178,9 +185,9 @@ class DecodeGraphs:
     def launch(self, slots: Ids) -> Flight:
         """Starts a step over these slots: each runs its last token and gets its next one. Doesn't wait."""
         size = self.prepare(slots)
-        self.replay(self._graphs[size], slots)
+        self.replay(self._graphs[size])
         ready = self._ready.take(self._chosen, size)
-        return Flight(slots, self.batch.version[slots], ready, self.event())
+        return Flight(slots, self.batch.version[slots], ready, self.event(), self.batch.num_changes)
 
     @torch.inference_mode()
     def judge(self, slots: Ids, *, on_device: bool) -> Judged:
@@ -194,13 +201,13 @@ class DecodeGraphs:
             return Judged(self.launch(slots).tokens(), None, None, time.perf_counter() - began)
         self.forget(slots)
         size = self.prepare(slots)
-        self.replay(self._graphs[size], slots, greedy=True)
+        self.replay(self._graphs[size], greedy=True)
         self.forget(slots)
         return Judged(None, self._logits[: len(slots)].float(), None, time.perf_counter() - began)
 
-    def replay(self, steps: Steps, slots: Ids, *, greedy: bool = False) -> None:
-        """Starts a step; its rows by expert go to the host."""
-        step = steps.greedy if greedy or not self.batch.choices[0][slots].any() else steps.drawn
+    def replay(self, steps: Steps, *, greedy: bool = False) -> None:
+        """Starts a step over those that were prepared; its rows by expert go to the host."""
+        step = steps.drawn if self._is_drawn and not greedy else steps.greedy
         step.graph.replay()
         self._counts = step.counts
         self._send_load()
@@ -215,26 +222,31 @@ class DecodeGraphs:
         if not self._counts or self.load is None:
             return
         while self._loads and self._loads[0][1].query():
-            self.load.windows["decode"].add(self._loads.popleft()[0].numpy())
+            self.load.windows["decode"].add(self._loads.popleft()[0].numpy().copy())
         (counts,) = self._counts
-        sent = torch.empty(counts.shape, dtype=torch.int32, pin_memory=True)  # of torch's cache of pinned memory
-        sent.copy_(counts, non_blocking=True)
-        self._loads.append((sent, self.event()))
+        if self._load_ring is None:
+            self._load_ring = Ring(counts.numel(), counts.device)
+        if len(self._loads) < IN_FLIGHT - 1:  # one that isn't booked must not be written over
+            self._loads.append((self._load_ring.take(counts, len(counts)), self.event()))
 
     # ------------------------------------------------------------------------------------------------- state by slot
 
     def prepare(self, slots: Ids) -> int:
         """Makes the device's state that of these slots, and returns the size of graph that they need."""
-        if not np.array_equal(slots, self._sent):
+        batch = self.batch
+        if slots is not self._sent and not np.array_equal(slots, self._sent):
             size = next(size for size in self.sizes if size >= len(slots))
             rows = np.full(size, -1, np.int32)
             rows[: len(slots)] = slots
             self.staging.send(rows, self.slots[:size])
-            self._sent, self._size = slots.copy(), size
-        batch = self.batch
-        stale = self.stale(slots)
-        if stale.size:
-            self._send_state(stale)
+            self._size, self._settled = size, -1
+        self._sent = slots
+        if self._settled != batch.num_changes:
+            stale = self.stale(slots)
+            if stale.size:
+                self._send_state(stale)
+            self._is_drawn = bool(batch.choices[0][slots].any())
+            self._settled = batch.num_changes
         grown = slots[self._num_blocks[slots] != batch.num_blocks[slots]]
         if grown.size:
             self._send_blocks(grown)
@@ -325,7 +337,7 @@ class Nobody:
         self._graphs.slots.fill_(-1)
 
     def __exit__(self, *_: object) -> None:
-        self._graphs._sent = np.empty(0, np.int32)
+        self._graphs._sent, self._graphs._settled = np.empty(0, np.int32), -1
 
 
 def count_rows(ids_LBK: Tensor, slots_B: Tensor, num_experts: int) -> Tensor:

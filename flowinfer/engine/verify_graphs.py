@@ -62,6 +62,8 @@ class VerifyGraphs:
         if plan.ngram:
             self.history = torch.zeros(slots, graphs.batch.tokens.shape[1], dtype=torch.int32, device=device)
         self._known = np.full(slots, -1, np.int64)  # version whose history is there
+        self._last: Ids | None = None  # the slots of which all histories are there, at this num_changes of the batch
+        self._settled = -1
         self._most: Ids = np.zeros(slots, np.int32)  # what the device has of batch.most_drafts
         self._steps: dict[tuple[int, int], Steps] = {}
         width = len(plan.feature_layers) * graphs.model.config.hidden_size
@@ -94,10 +96,10 @@ class VerifyGraphs:
         if not np.array_equal(most, self._most):
             self._most = most.copy()
             graphs.staging.send(most, self.drafted.most)
-        graphs.replay(self._steps[size, rows], slots)
+        graphs.replay(self._steps[size, rows])
         ready = self._ready.take(self._out[rows], size)
         gives = np.minimum(most[slots], self.plan.num_drafts) + 1 if rows > 1 else None
-        return Flight(slots, batch.version[slots], ready, graphs.event(), rows, gives)
+        return Flight(slots, batch.version[slots], ready, graphs.event(), batch.num_changes, rows, gives)
 
     def rows_for(self, slots: Ids) -> int:
         """Rows of each sequence in a step over these."""
@@ -108,6 +110,8 @@ class VerifyGraphs:
         """Of slots whose state is sent again, or that ran without this; the device itself adds what steps give."""
         assert self.history is not None, "only steps that look drafts up run ahead with them"
         batch = self.graphs.batch
+        if self._settled == batch.num_changes and slots is self._last:
+            return
         forgotten = self.graphs.stale(slots)
         missing = np.union1d(forgotten, slots[self._known[slots] != batch.version[slots]])
         for slot in missing.tolist():
@@ -117,6 +121,7 @@ class VerifyGraphs:
             self.history[slot, : len(tokens)].copy_(tokens, non_blocking=True)
             self.drafted.num[slot] = 0
         self._known[missing] = batch.version[missing]
+        self._settled, self._last = batch.num_changes, slots
 
     # ---------------------------------------------------------------------------------------------------- with the host
 
@@ -142,7 +147,7 @@ class VerifyGraphs:
         size = graphs.prepare(slots)
         self._send_drafts(slots, drafts[:, 1:], counts - 1)
         steps = self._steps[size, self.rows]
-        graphs.replay(steps, slots, greedy=not on_device)
+        graphs.replay(steps, greedy=not on_device)
         chosen: Ids | None = None
         logits = features = None
         if self.plan.feature_layers or not on_device:
@@ -159,7 +164,7 @@ class VerifyGraphs:
 
     def forget(self, slots: Ids) -> None:
         """These run without this class: their history is sent again before drafts are looked up in it."""
-        self._known[slots] = -1
+        self._known[slots] = self._settled = -1
 
     def _send_drafts(self, slots: Ids, drafts: Ids, num: Ids) -> None:
         packed = np.zeros((self.graphs.batch.max_slots, self.plan.num_drafts), np.int32)

@@ -145,7 +145,7 @@ class MoeDecode(Stage):
             self._depart()
         if self.planner is not None:
             self.planner.between_steps()
-        slots, counts, tokens = self._proposed(proposals)
+        slots, counts, tokens = _NOBODY if self.overlap else self._proposed(proposals)
         resumed = self._resume()
         if not resumed:
             self._admit()
@@ -472,7 +472,9 @@ class MoeDecode(Stage):
     def _step_ahead(self, overlap: Overlap, slots: Ids) -> Logits | None:
         """Starts steps until two are in flight, then looks at the older one. None once somebody needs the host."""
         while len(overlap.flights) < AHEAD:
-            slots = np.concatenate([overlap.continuing() if overlap else slots, np.array(self._joined(), np.int32)])
+            slots = overlap.continuing() if overlap else slots
+            if joined := self._joined():
+                slots = np.concatenate([slots, np.array(joined, np.int32)])
             if not overlap.fits(slots):
                 break
             counts = overlap.counts(slots)
@@ -480,7 +482,8 @@ class MoeDecode(Stage):
             slots, _, _ = self._with_room(slots, counts, np.repeat(slots, counts), may_preempt=not overlap)
             if not slots.size:
                 break
-            self.ran[slots] = self.batch.version[slots]
+            if joined or not overlap:
+                self.ran[slots] = self.batch.version[slots]
             overlap.launch(slots)
         if not overlap:
             return None
@@ -520,3 +523,4 @@ class MoeDecode(Stage):
 
 
 _NONE: Ids = np.zeros(0, np.int32)
+_NOBODY = (_NONE, _NONE, _NONE)

@@ -53,6 +53,7 @@ class Drafting:
         self.said: F32 = np.zeros((batch.max_slots, self.max_drafts), np.float32)  # confidences, by the drafter
         self.confidences: F32 = self.said.copy()  # and as they are believed
         self.has_guess = np.zeros(batch.max_slots, np.bool_)
+        self._no_drafts: Ids = np.zeros((batch.max_slots, 0), np.int32)
         self.knows_confidence = False  # whether the drafter says any
         self.calibration = Calibration()
         self._is_ahead, self._is_due = False, False  # the last step ran ahead of the host; a look waits for that to end
@@ -144,13 +145,15 @@ class Drafting:
         Never more than its end leaves room for, and none that its grammar refuses.
         """
         ones: Ids = np.ones(slots.size, np.int32)
+        if not self.drafter:
+            return ones, self._no_drafts[: slots.size]
         confidences = self.acceptances.of(slots)
         if self.looks_up and self.batch.on_device[slots].all():
             self._allow(slots, confidences)
-            return ones, self.guesses[slots]
-        if not self.drafter or not self._may_guess(confidences, step):
+            return ones, self._no_drafts[: slots.size]
+        if not self._may_guess(confidences, step):
             self.has_guess[slots] = False
-            return ones, self.guesses[slots]
+            return ones, self._no_drafts[: slots.size]
         num_tokens = self.batch.num_tokens[slots]
         began = time.perf_counter()
         found, tokens, own = self.drafter.guess(slots, num_tokens, self._chooser(slots, num_tokens))

@@ -241,11 +241,14 @@ class SpecVerify(Stage):
         drafts = self.drafting.guesses[slots] if step.drafts is None else step.drafts.tokens
         num_drafts = np.diff(step.starts) - 1
         positions = batch.num_tokens[slots]
-        if step.chosen is not None:
-            chosen = pad_rows(step.chosen.astype(np.int64), step.starts)
+        rows = step.chosen
+        if rows is None:
+            rows = self.sampler.choose(step.logits, slots, step.starts, positions, drafts)
+        if len(rows) == slots.size:
+            chosen, accepted = rows.astype(np.int32, copy=False)[:, None], np.zeros(slots.size, np.int32)
         else:
-            chosen = pad_rows(self.sampler.choose(step.logits, slots, step.starts, positions, drafts), step.starts)
-        accepted = count_matches(chosen, drafts, num_drafts) if num_drafts.any() else np.zeros(slots.size, np.int32)
+            chosen = pad_rows(rows, step.starts)
+            accepted = count_matches(chosen, drafts, num_drafts)
         known = self._finite(slots, chosen, accepted, known)
         firsts = step.starts[:-1]
         if not known.all():
@@ -321,5 +324,7 @@ class SpecVerify(Stage):
         """The last token of each sequence and, where they are worth it, drafts."""
         last = self.batch.tokens[slots, self.batch.num_tokens[slots] - 1]
         counts, drafts = self.drafting.propose(step, slots)
+        if not drafts.shape[1]:
+            return Proposal(step=step, slots=slots, counts=counts, tokens=last)
         rows = np.concatenate([last[:, None], drafts], axis=1)
         return Proposal(step=step, slots=slots, counts=counts, tokens=rows[np.arange(rows.shape[1]) < counts[:, None]])

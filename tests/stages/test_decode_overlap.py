@@ -99,13 +99,9 @@ class EagerGraphs(DecodeGraphs):
     def __init__(self, model: Any, kv: torch.Tensor, batch: Batch) -> None:
         self._start(model, kv, batch)
 
-    def follow(self, plan: DraftPlan) -> None:
+    def _verifying_by(self, plan: DraftPlan) -> VerifyGraphs:
         assert not self.num_ahead, "nothing is in flight"
-        self.plan, self.verifying = plan, None
-        self._synced[:] = -1
-        if plan.num_drafts:
-            self.verifying = EagerVerify(self, plan)
-            self.verifying.capture()
+        return EagerVerify(self, plan)
 
     def captured(self, run: Any) -> Any:
         return Replay(run)
