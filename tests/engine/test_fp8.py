@@ -191,3 +191,21 @@ def test_a_weight_keeps_its_blocks() -> None:
     weight = quantize_weight(plain)
     assert isinstance(weight, Fp8Weight) and weight.scale.shape == (2, 3)
     torch.testing.assert_close(weight.wide(torch.float32), plain, rtol=1e-3, atol=0)
+
+
+def test_keys_and_values_in_fp8_take_half_and_have_names_of_their_own(tmp_path: Path) -> None:
+    small_llama(tmp_path)
+    info = hub.describe(tmp_path)
+    plain, packed = info.layout("bfloat16"), info.layout("bfloat16", kv="fp8")
+    assert packed.block_bytes * 2 == plain.block_bytes
+    assert packed.digest != plain.digest and packed.dtype == "float8_e4m3fn"
+    assert packed.traits()["dtype"] != plain.traits()["dtype"], "what a hand-over compares"
+
+
+def test_kv_in_fp8_is_refused_by_an_engine_that_cant_read_it(tmp_path: Path) -> None:
+    small_llama(tmp_path)
+    model = load_model(tmp_path, dtype="float32")
+    with pytest.raises(ModelError, match="compute capability 8.9"):
+        fp8.refuse_kv(model, batch_invariant=False)
+    with pytest.raises(ModelError, match="batch_invariant"):
+        fp8.refuse_kv(model, batch_invariant=True)

@@ -88,7 +88,10 @@ def test_a_damaged_download_is_told(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("capability", "words"),
-    [((9, 0), "there is no kernel for products of FP8 weights of this model"), ((8, 0), "compute capability 8.9; cuda:0 has 8.0")],
+    [
+        ((9, 0), "there is no kernel for products of FP8 weights of this model"),
+        ((8, 0), "compute capability 8.9; cuda:0 has 8.0"),
+    ],
 )
 def test_a_gpu_gets_fp8_weights_as_the_models_dtype(capability: tuple[int, int], words: str) -> None:
     graph = checked("flowinfer-mini", "workers={front: {device: cuda:0}}")
@@ -230,3 +233,22 @@ def test_a_checkpoint_in_fp8_stays_so_on_such_a_card(tmp_path: Path) -> None:
     save_file(tensors | {name: torch.zeros(32, 16, dtype=torch.int8)}, model / "model.safetensors")
     (found,) = problems(model, CARD)
     assert found.code == "FI326"
+
+
+def test_kv_dtype_written_once_holds_for_all_stages_of_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("flowinfer.graph.weights._not_of_fp8", lambda use: "")  # of another model than this one
+    cards = ("workers.prefill.device=cuda:0", "workers.decode.device=cuda:0")
+    graph = prod("stages.decode.with.kv_dtype=fp8", *cards)
+    assert not graph.problems
+    uses = {n: s.contract.model.kv for n, s in graph.stages.items() if s.contract and s.contract.model}
+    assert {uses[name] for name in ("lookup", "prefill", "transfer", "decode")} == {"fp8"}
+
+
+def test_kv_in_fp8_needs_a_card_and_a_model_whose_attention_reads_it(tmp_path: Path) -> None:
+    kv = "stages.decode.with.kv_dtype=fp8"
+    (found,) = problems(folder(tmp_path), "workers={front: {device: cpu}}", kv)
+    assert found.code == "FI417" and "needs a GPU of compute capability 8.9" in found.message
+    (found,) = problems("flowinfer-mini", CARD, kv)
+    assert found.code == "FI417" and "DeepSeek-V4" in found.message
+    (found,) = problems(folder(tmp_path), CARD, kv, "batch_invariant=true")
+    assert found.code == "FI327" and "before they are rounded" in found.message

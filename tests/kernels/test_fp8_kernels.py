@@ -152,7 +152,9 @@ def stack(num: int, size_out: int, size_in: int) -> Fp8Weight:
     return Fp8Weight(codes, torch.stack([one.scale for one in weights]))
 
 
-@pytest.mark.parametrize(("tokens", "hidden", "width"), [(1, 128, 32), (4, 136, 24), pytest.param(30, 160, 130, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("tokens", "hidden", "width"), [(1, 128, 32), (4, 136, 24), pytest.param(30, 160, 130, marks=pytest.mark.slow)]
+)
 def test_experts(tokens: int, hidden: int, width: int, monkeypatch: pytest.MonkeyPatch) -> None:
     num, top = 4, 2
     x, logits, residual = random(tokens, hidden), random(tokens, num, seed=1), random(tokens, hidden, seed=2)
