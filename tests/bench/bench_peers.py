@@ -1,8 +1,9 @@
 """colocated.yaml over HTTP against what else serves a small model on a CPU, same weights and token ids, by turns.
 
-Run: python tests/bench/bench_peers.py [--rounds 5] [--weights bfloat16] [--json FILE]. Peers take part where they are
+Run: python tests/bench/bench_peers.py [--rounds 5] [--weights int8|int4] [--json FILE]. Peers take part where they are
 installed: OpenVINO GenAI (`pip install openvino-genai`; runs in this process, without HTTP) and transformers (generate,
-one static batch, likewise). Greedy, to full length; the ones whose turn it isn't are idle.
+one static batch, likewise). Greedy, to full length; the ones whose turn it isn't are idle. With --weights, OpenVINO has
+a GGUF file of 8 bits, whatever FlowInfer has: what it makes of files of 4 bits gives wrong answers.
 
 a: one stream, 128 tokens and 128 new: tokens/s after the first.  b: 16 streams of 256 + 64: tokens/s of all, and the
 median time to the first token.  c: a prompt of 2,048: its tokens over the time to the first new one.  d: 16 requests
@@ -63,15 +64,15 @@ def _asked(running: Service, prompts: list[list[int]], new: int) -> list[Answer]
 
 
 @contextmanager
-def openvino() -> Iterator[Run]:
-    """Its continuous batching with prefix caching, float16 weights in a GGUF file (it computes in bfloat16)."""
+def openvino(bits: int) -> Iterator[Run]:
+    """Its continuous batching with prefix caching, weights of a GGUF file: float16 (it computes in bfloat16), Q8_0."""
     import openvino as ov
     import openvino_genai as genai
 
     scheduler = genai.SchedulerConfig()
     scheduler.cache_size, scheduler.enable_prefix_caching, scheduler.max_num_batched_tokens = 2, True, 2048
     with tempfile.TemporaryDirectory() as folder:
-        write_gguf(Path(folder) / "model.gguf")
+        write_gguf(Path(folder) / "model.gguf", bits)
         pipe = genai.ContinuousBatchingPipeline(str(Path(folder) / "model.gguf"), scheduler, "CPU")
 
     def run(prompts: list[list[int]], new: int) -> list[Answer]:
@@ -131,8 +132,8 @@ def transformers(dtype: str) -> Iterator[Run]:
     yield run
 
 
-def write_gguf(out: Path) -> None:
-    """The model as a float16 GGUF file: what it says of itself is copied from the file that the weights came from."""
+def write_gguf(out: Path, bits: int) -> None:
+    """The model as a GGUF file of 16 or 8 bits; what it says of itself is as in the file that the weights came from."""
     import gguf
 
     wheel = ALIASES[MODEL].wheel
@@ -148,10 +149,14 @@ def write_gguf(out: Path) -> None:
             kind = entry.types[0]
             sub = entry.types[-1] if kind == gguf.GGUFValueType.ARRAY else None
             writer.add_key_value(entry.name, entry.contents(), kind, sub_type=sub)
-    writer.add_file_type(1)
+    writer.add_file_type(1 if bits == 16 else 7)
     for tensor in source.tensors:
         values = gguf.dequantize(tensor.data, tensor.tensor_type)
-        writer.add_tensor(tensor.name, values.astype(np.float16) if values.ndim > 1 else values)
+        if values.ndim > 1 and bits == 8:
+            packed = gguf.quantize(values, gguf.GGMLQuantizationType.Q8_0)
+            writer.add_tensor(tensor.name, packed, raw_dtype=gguf.GGMLQuantizationType.Q8_0)
+        else:
+            writer.add_tensor(tensor.name, values.astype(np.float16) if values.ndim > 1 else values)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -179,12 +184,12 @@ def measure(run: Run, seed: int) -> dict[str, float]:
     }
 
 
-def peers(dtype: str) -> dict[str, Any]:
-    """Those that are installed."""
+def peers(dtype: str, bits: int) -> dict[str, Any]:
+    """Those that are installed and have such weights."""
     found = {}
     if importlib.util.find_spec("openvino_genai"):
-        found["OpenVINO GenAI"] = openvino()
-    if importlib.util.find_spec("transformers"):
+        found["OpenVINO GenAI"] = openvino(bits)
+    if importlib.util.find_spec("transformers") and bits == 16:
         found["transformers"] = transformers(dtype)
     return found
 
@@ -194,16 +199,20 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--weights", default="checkpoint", choices=("checkpoint", "int8", "int4"))
     parser.add_argument("--set", action="append", default=[], help="a setting of the pipeline; may be repeated")
     parser.add_argument("--without", action="append", default=[], help="a peer to leave out; may be repeated")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    settings = [f"stages.prefill.with.dtype={args.dtype}", *args.set]
+    settings = [f"stages.prefill.with.dtype={args.dtype}", f"stages.prefill.with.weights={args.weights}", *args.set]
+    bits = 16 if args.weights == "checkpoint" else 8
     rounds: dict[str, list[dict[str, float]]] = {}
     with ExitStack() as stack:
         systems = {"FlowInfer": stack.enter_context(flowinfer(settings))}
         systems |= {
-            name: stack.enter_context(peer) for name, peer in peers(args.dtype).items() if name not in args.without
+            name: stack.enter_context(peer)
+            for name, peer in peers(args.dtype, bits).items()
+            if name not in args.without
         }
         for round in range(args.rounds + 1):  # the first warms all up
             names = list(systems)
@@ -213,7 +222,8 @@ def main() -> None:
                     rounds.setdefault(name, []).append(figures)
     show(rounds)
     if args.json:
-        args.json.write_text(json.dumps({"machine": machine(), "dtype": args.dtype, "rounds": rounds}, indent=1))
+        said = {"machine": machine(), "dtype": args.dtype, "weights": args.weights, "set": args.set, "rounds": rounds}
+        args.json.write_text(json.dumps(said, indent=1))
 
 
 def show(rounds: dict[str, list[dict[str, float]]]) -> None:
