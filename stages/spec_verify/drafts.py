@@ -233,7 +233,7 @@ class NgramDraft:
 
     def __init__(self, tokens: Ids, *, ngram_min: int, ngram_max: int, max_drafts: int) -> None:
         """tokens: the batch's history, int32 [max_slots, max_tokens], read in place."""
-        self.block = max_drafts
+        self.block, self.ngram = max_drafts, (ngram_min, ngram_max)
         max_slots, max_tokens = tokens.shape
         self._tokens = tokens
         self._bits = min(self.MAX_CELLS_LOG2, (2 * max_tokens - 1).bit_length())

@@ -30,7 +30,7 @@ from flowinfer.message import (
 )
 from flowinfer.stage import Contract, ModelUse, Stage, StageConfig, setting
 from flowinfer.stages.spec_verify.drafting import Drafting
-from flowinfer.stages.spec_verify.drafts import Drafter
+from flowinfer.stages.spec_verify.drafts import Drafter, NgramDraft
 from flowinfer.stages.spec_verify.policy import LENGTH, RUNS, STOP, StopRules, count_matches, pad_rows
 from flowinfer.stages.spec_verify.sources import ON_GPU, fits, is_quick, make_acceptances, make_drafter, make_schedule
 from flowinfer.stages.spec_verify.tenants import Tenants
@@ -150,7 +150,7 @@ class SpecVerify(Stage):
             schedule,
             max_drafts=config.tokens,
             acceptances=make_acceptances(config),
-            ngram=(config.ngram_min, config.ngram_max) if config.draft == "ngram" else None,
+            ngram=drafter.ngram if isinstance(drafter, NgramDraft) else None,
         )
         for slot in self.tenants.slot_of.values():
             self.drafting.join(slot)
