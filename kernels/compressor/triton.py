@@ -27,7 +27,7 @@ def launch(rows_TC, pool, entries, tail, rows, turn):
         )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_stride"])
 def _compress(
     rows, bias, norm, cos, sin, entries, tail, slots, positions, firsts, ends, entries_from, tables,
     row_stride, entry_stride, tail_stride, table_stride, eps,

@@ -37,7 +37,7 @@ def launch_choose(scores, rows, rate, chosen):
     )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_stride"])
 def _scores(
     q, weights, keys, slots, positions, tables, scores,
     q_stride, weight_stride, block_stride, table_stride, score_stride, scale,

@@ -24,7 +24,7 @@ def launch(x, eps, weight, turn, rows, out):
     )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_stride"])
 def _norm_turn(
     x, weight, cos, sin, slots, positions, tables, out, x_stride, table_stride, out_stride, eps,
     N: tl.constexpr, D: tl.constexpr, BH: tl.constexpr, BD: tl.constexpr, NORM: tl.constexpr, WEIGHT: tl.constexpr,

@@ -1,9 +1,9 @@
 """Attention of each token over the last keys of its sequence and the compressed entries chosen for it, with sinks.
 
 DeepSeek-V4 (arXiv 2606.19348): one kv head, whose rows are keys and values at once, so a tile is loaded once for both
-products. Keys are taken in splits of one size, each an online softmax of its own (Dao et al., "Flash-Decoding", 2023),
-and splits are added up in order, in one program or, for a few tokens, behind programs that run side by side. Tiles and
-splits hang on the model's sizes alone: prefill, verify and decode give a token equal bytes.
+products. Where tokens are few, keys are taken in splits of one size that run side by side, each an online softmax of
+its own (Dao et al., "Flash-Decoding", 2023), and are added up in order. Tiles and splits hang on the model's sizes
+alone: with `fixed`, prefill, verify and decode give a token equal bytes.
 
 Dimensions: T tokens, N query heads, D head size, K entries chosen for a token, R channels that are rotated.
 """
@@ -50,6 +50,7 @@ def sparse_attention(
     chosen_TK: Tensor | None = None,
     turn: Turn | None = None,
     parts: Parts | None = None,
+    fixed: bool = False,
 ) -> Tensor:
     """[T, N, D]: softmax(q k D^-0.5) v over window keys and entries together; keys of this step are written already.
 
@@ -58,7 +59,8 @@ def sparse_attention(
     up to itself, not before rows.window_from; of entries all n = (p + 1) // rate that are complete or, with chosen
     int32 [T, K], those of the first min(n, K) numbers there. sinks_N float32: a logit a head that takes part in the
     softmax and adds nothing. turn: the result's last R channels are turned back by it. parts: lets splits run side by
-    side where tokens are few; changes no byte. Sums are float32.
+    side where tokens are few. fixed: keys are summed in splits in any case, so that a token's bytes don't depend on
+    the others; else in one go where splits don't run side by side. Sums are float32.
     Raises KernelUnsupported for dtypes, strides or sizes that don't fit.
     """
     from flowinfer.kernels.sparse_attention.triton import launch
@@ -76,7 +78,7 @@ def sparse_attention(
         )
     out = torch.empty(tokens, heads, size, dtype=q_TND.dtype, device=q_TND.device)
     if tokens:
-        launch(q_TND, window, entries, rows, reach, rate, sinks_N, chosen_TK, turn, parts, out)
+        launch(q_TND, window, entries, rows, reach, rate, sinks_N, chosen_TK, turn, parts, fixed, out)
     return out
 
 

@@ -13,7 +13,7 @@ from flowinfer.kernels.sparse_attention import PROGRAMS, SPLIT_TILES, head_rows,
 LAUNCH: tuple[int, int] | None = None  # warps and stages, to try others
 
 
-def launch(q, window, entries, rows, reach, rate, sinks, chosen, turn, parts, out):
+def launch(q, window, entries, rows, reach, rate, sinks, chosen, turn, parts, fixed, out):
     """Arguments as checked by sparse_attention."""
     tokens, heads, size = q.shape
     block_h, keys = head_rows(heads), tile_keys(size, q.element_size())
@@ -39,7 +39,8 @@ def launch(q, window, entries, rows, reach, rate, sinks, chosen, turn, parts, ou
         q, window, *counts, rows.window_from, rows.block_tables, sinks, cos, sin, sums, peaks, out,
         q.stride(0), window.stride(0), rows.block_tables.stride(0), 0 if chosen is None else chosen.stride(0),
         _between(window, entries), size**-0.5, splits,
-        REACH=reach, PAGE=rows.block_tokens, BH=block_h, SINKS=sinks is not None, PARTS=apart, **sizes,
+        REACH=reach, PAGE=rows.block_tokens, BH=block_h, SINKS=sinks is not None, PARTS=apart, FIXED=fixed,
+        **sizes,
         num_warps=warps, num_stages=stages, enable_fp_fusion=False,
     )  # fmt: skip
     if apart:
@@ -137,13 +138,14 @@ def _split(
     return acc, peak, total
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["most", "table_stride", "chosen_stride", "splits"])
 def _attend(
     q, window, slots, positions, chosen, most, window_from, tables, sinks, cos, sin, sums, peaks, out,
     q_stride, block_stride, table_stride, chosen_stride, between, scale, splits,
     N: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, SPLIT: tl.constexpr, WINDOW_TILES: tl.constexpr,
     BK: tl.constexpr, RATE: tl.constexpr, CHOSEN: tl.constexpr, ENTRIES: tl.constexpr, TURNED: tl.constexpr,
     REACH: tl.constexpr, PAGE: tl.constexpr, BH: tl.constexpr, SINKS: tl.constexpr, PARTS: tl.constexpr,
+    FIXED: tl.constexpr,
 ):  # fmt: skip
     LOG2E: tl.constexpr = 1.4426950408889634
     t = tl.program_id(0).to(tl.int64)
@@ -169,9 +171,12 @@ def _attend(
             sink = tl.load(sinks + h, mask=h < N, other=0.0).to(tl.float32) * LOG2E
             peak = tl.where(split == 0, sink, peak)
             total = tl.where(split == 0, 1.0, total)
+        end = tiles
+        if PARTS or FIXED:
+            end = tl.minimum(split * SPLIT + SPLIT, tiles)
         acc, peak, total = _split(
-            queries, window, table, own, split * SPLIT, tl.minimum(split * SPLIT + SPLIT, tiles), position, low, count,
-            scale * LOG2E, block_stride, between, peak, total,
+            queries, window, table, own, split * SPLIT, end, position, low, count, scale * LOG2E, block_stride, between,
+            peak, total,
             D, BD, BH, BK, WINDOW_TILES, REACH, PAGE, RATE, CHOSEN, ENTRIES,
         )  # fmt: skip
         if PARTS:
@@ -179,7 +184,7 @@ def _attend(
             tl.store(sums + part[:, None] * D + d, acc, mask=mask)
             tl.store(peaks + part * 2, peak, mask=h < N)
             tl.store(peaks + part * 2 + 1, total, mask=h < N)
-        else:
+        elif FIXED:  # a second sum beside the first: in full registers it costs time
             for s in range(1, mine):
                 next_acc, next_peak, next_total = _split(
                     queries, window, table, own, s * SPLIT, tl.minimum(s * SPLIT + SPLIT, tiles), position, low, count,
@@ -188,10 +193,11 @@ def _attend(
                     D, BD, BH, BK, WINDOW_TILES, REACH, PAGE, RATE, CHOSEN, ENTRIES,
                 )  # fmt: skip
                 acc, peak, total = _fold(acc, peak, total, next_acc, next_peak, next_total)
+        if not PARTS:
             _finish(acc, total, cos, sin, out_at, t, mask, BH, D, BD, TURNED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["most", "chosen_stride", "splits"])
 def _merge(
     slots, positions, chosen, most, cos, sin, sums, peaks, out, chosen_stride, splits,
     N: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, SPLIT: tl.constexpr, WINDOW_TILES: tl.constexpr,

@@ -1,6 +1,6 @@
 """DeepSeek-V4 on a card: its two large kernels against their rooflines, right answers, and time a decode step.
 
-Run: python tests/bench/bench_v4.py [--only check,kernels,steps] [--json F]. Kernels have V4-Flash's shapes (64 heads of
+Run: python tests/bench/bench_v4.py [--only check,kernels,search,steps] [--json F]. Kernels have V4-Flash's shapes (64 heads of
 512, 64 index heads of 128, 512 of the entries); answers and steps are flowinfer-mini's. "before" is the model of plain
 torch operations, a step of which the host starts operation by operation; "after" the fused one in a CUDA graph.
 """
@@ -32,6 +32,7 @@ from flowinfer.kernels.sparse_attention import (
     sparse_attention_reference,
     tile_keys,
 )
+from flowinfer.kernels.sparse_attention import triton as kernel
 from flowinfer.kernels.token_rows import TokenRows
 
 DEVICE = torch.device("cuda")
@@ -39,6 +40,7 @@ BF16 = torch.bfloat16
 READ, MATMUL = 4.15e6, 770e6  # bytes and FLOPs a microsecond of an H200
 HEADS, SIZE, REACH, TOP = 64, 512, 128, 512
 INDEX_HEADS, INDEX_SIZE, PAGE = 64, 128, 128
+LAUNCHES = ((8, 2, 64), (4, 2, 64), (8, 3, 32), (4, 3, 32), (8, 2, 32))
 MODEL = "flowinfer-mini"
 
 
@@ -123,6 +125,28 @@ def kernels() -> list[dict[str, Any]]:
             found.append(time_attention(context, tokens, sequences, rate=rate))
     for one in found:
         print({name: round(value, 3) if isinstance(value, float) else value for name, value in one.items()}, flush=True)
+    return found
+
+
+def search() -> list[dict[str, Any]]:
+    """Attention of 32 sequences and of a prompt, by warps, stages and keys of a tile."""
+    found = []
+    keep = kernel.tile_keys
+    for warps, stages, keys in LAUNCHES:
+        kernel.LAUNCH, kernel.tile_keys = (warps, stages), lambda size, bytes_, keys=keys: keys
+        for tokens, sequences in ((32, 32), (512, 1)):
+            try:
+                one = time_attention(16_384, tokens, sequences, rate=4)
+                found.append(one | {"launch": (warps, stages, keys)})
+                print(
+                    (warps, stages, keys),
+                    tokens,
+                    f"{one['us']:.1f} us {one['share']:.2f} {one['error']:.1e}",
+                    flush=True,
+                )
+            except Exception as error:
+                print("skip", warps, stages, keys, str(error)[:80])
+    kernel.LAUNCH, kernel.tile_keys = None, keep
     return found
 
 
@@ -268,7 +292,7 @@ def main() -> None:
     parser.add_argument("--only", default="check,kernels,steps")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    parts = {"check": check, "kernels": kernels, "steps": steps}
+    parts = {"check": check, "kernels": kernels, "search": search, "steps": steps}
     results: dict[str, Any] = {"card": torch.cuda.get_device_name()}
     for name in args.only.split(","):
         began = time.perf_counter()

@@ -242,6 +242,7 @@ class FusedV4(V4Model):
         out = sparse_attention(
             q, sections["window"], sections.get("entries"), rows, reach=config.window, rate=layer.rate,
             sinks_N=layer.sinks, chosen_TK=chosen, turn=turn, parts=step.parts,
+            fixed=self.invariant,
         )  # fmt: skip
         return self._product(self._grouped(out.view(len(out), config.o_groups, -1), layer.out_a), layer.out_b)
 
