@@ -29,6 +29,7 @@ from flowinfer.message import Ids
 if TYPE_CHECKING:
     from flowinfer.engine.batch import Batch
     from flowinfer.engine.expert_load import ExpertLoad
+    from flowinfer.engine.models.deepseek_v4.fused import FusedV4
     from flowinfer.engine.models.fused import FusedModel
     from flowinfer.engine.verify_graphs import VerifyGraphs
 
@@ -108,13 +109,13 @@ class Steps:
 class DecodeGraphs:
     """The graphs of one model over one arena, and the state of up to max_slots sequences."""
 
-    def __init__(self, model: FusedModel, kv: Tensor, batch: Batch) -> None:
+    def __init__(self, model: FusedModel | FusedV4, kv: Tensor, batch: Batch) -> None:
         self.pool = torch.cuda.graph_pool_handle()
         self._start(model, kv, batch)
         self.scratch = Scratch.make(self.sizes[-1], model.heads, model.device)
         self._greedy = greedy_scratch(self.sizes[-1], model.config.vocab_size, model.device)
 
-    def _start(self, model: FusedModel, kv: Tensor, batch: Batch) -> None:
+    def _start(self, model: FusedModel | FusedV4, kv: Tensor, batch: Batch) -> None:
         self.model, self.kv, self.batch = model, kv, batch
         device, slots = model.device, batch.max_slots
         self.sizes = batch_sizes(slots)

@@ -1,8 +1,8 @@
 """DeepSeek-V4 on a card: its two large kernels against their rooflines, right answers, and time a decode step.
 
-Run: python tests/bench/bench_v4.py [--only check,kernels,search,steps] [--json F]. Kernels have V4-Flash's shapes (64 heads of
-512, 64 index heads of 128, 512 of the entries); answers and steps are flowinfer-mini's. "before" is the model of plain
-torch operations, a step of which the host starts operation by operation; "after" the fused one in a CUDA graph.
+Run: python tests/bench/bench_v4.py [--only check,kernels,search,steps] [--json F]. Kernels have V4-Flash's shapes (64
+heads of 512, 64 index heads of 128, 512 of the entries); answers and steps are flowinfer-mini's. "before" is the model
+of plain torch operations, a step of which the host starts one by one; "after" the fused one in a CUDA graph.
 """
 
 from __future__ import annotations
@@ -25,13 +25,7 @@ from flowinfer.engine.models.deepseek_v4 import load as loading
 from flowinfer.engine.step import StepInput
 from flowinfer.kernels.decode_attention import DecodeBatch, Scratch
 from flowinfer.kernels.indexer_topk import indexer_topk, indexer_topk_reference
-from flowinfer.kernels.sparse_attention import (
-    Parts,
-    num_splits,
-    sparse_attention,
-    sparse_attention_reference,
-    tile_keys,
-)
+from flowinfer.kernels.sparse_attention import Parts, num_splits, sparse_attention, sparse_attention_reference
 from flowinfer.kernels.sparse_attention import triton as kernel
 from flowinfer.kernels.token_rows import TokenRows
 
@@ -88,7 +82,7 @@ def time_attention(context: int, tokens: int, sequences: int, *, rate: int) -> d
     if rate == 4:
         seen = min(TOP, seen)
         chosen = torch.rand(tokens, context // rate, device=DEVICE).topk(seen).indices.sort(-1).values.int()
-    splits = num_splits(REACH, seen, tile_keys(SIZE, 2))
+    splits = num_splits(REACH, seen, kernel.tile_keys(SIZE, 2))
     parts = Parts.make(tokens, HEADS, SIZE, splits, DEVICE)
     options: dict[str, Any] = {"reach": REACH, "rate": rate, "sinks_N": sinks}
     us = graph_us([lambda: sparse_attention(q, window, entries, rows, chosen_TK=chosen, parts=parts, **options)] * 5)
