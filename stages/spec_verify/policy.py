@@ -16,7 +16,7 @@ F64 = NDArray[np.float64]
 I64 = NDArray[np.int64]
 
 
-def pad_rows(tokens: I64, starts: Ids) -> Ids:
+def pad_rows(tokens: I64 | Ids, starts: Ids) -> Ids:
     """Flat tokens of the rows as int32 [n, W]; a short sequence repeats its last row."""
     columns = np.arange(np.diff(starts).max())
     padded: Ids = tokens[np.minimum(starts[:-1, None] + columns, starts[1:, None] - 1)].astype(np.int32)

@@ -241,11 +241,12 @@ class SpecVerify(Stage):
         drafts = self.drafting.guesses[slots] if step.drafts is None else step.drafts.tokens
         num_drafts = np.diff(step.starts) - 1
         positions = batch.num_tokens[slots]
-        rows = step.chosen
-        if rows is None:
-            rows = self.sampler.choose(step.logits, slots, step.starts, positions, drafts)
+        if step.chosen is not None:
+            rows = step.chosen
+        else:
+            rows = self.sampler.choose(step.logits, slots, step.starts, positions, drafts).astype(np.int32)
         if len(rows) == slots.size:
-            chosen, accepted = rows.astype(np.int32, copy=False)[:, None], np.zeros(slots.size, np.int32)
+            chosen, accepted = rows[:, None], np.zeros(slots.size, np.int32)
         else:
             chosen = pad_rows(rows, step.starts)
             accepted = count_matches(chosen, drafts, num_drafts)
