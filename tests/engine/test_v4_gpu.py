@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -73,7 +74,7 @@ def test_a_row_of_logits_has_the_same_bytes_in_every_kind_of_step(dtype: str) ->
     whole = [run(whole_kv, (s, 0, 740)) for s in range(4)]
     cuts = (0, 1, 130, 131, 133, 511, 720)
     pieces: list[list[Tensor]] = [[] for _ in range(4)]
-    for start, end in zip(cuts, cuts[1:], strict=False):
+    for start, end in pairwise(cuts):
         count = end - start
         rows = run(kv, *((s, start, count) for s in range(4)))
         for s in range(4):
