@@ -182,7 +182,6 @@ class DecodeGraphs:
         stale: Ids = slots[self._synced[slots] != self.batch.version[slots]]
         return stale
 
-    @torch.inference_mode()
     def launch(self, slots: Ids) -> Flight:
         """Starts a step over these slots: each runs its last token and gets its next one. Doesn't wait."""
         size = self.prepare(slots)

@@ -85,7 +85,6 @@ class VerifyGraphs:
 
     # ------------------------------------------------------------------------------------------------ ahead of the host
 
-    @torch.inference_mode()
     def launch(self, slots: Ids) -> Flight:
         """Starts a step over what the one before has drafted, at most batch.most_drafts of each. Doesn't wait."""
         graphs, batch = self.graphs, self.graphs.batch

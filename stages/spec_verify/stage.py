@@ -258,8 +258,9 @@ class SpecVerify(Stage):
         counts, reasons = self.stops.cut(slots, chosen, accepted + 1, positions)
         accepted = np.minimum(accepted, counts)
         self._write(slots, chosen, counts, positions)
-        self.tenants.usage[slots, 1] += num_drafts
-        self.tenants.usage[slots, 2] += accepted
+        if chosen.shape[1] > 1:
+            self.tenants.usage[slots, 1] += num_drafts
+            self.tenants.usage[slots, 2] += accepted
         if self.drafting.drafter:
             self.drafting.learn(slots, chosen, counts, num_drafts, accepted)
             going = reasons == RUNS
@@ -281,10 +282,13 @@ class SpecVerify(Stage):
 
     def _write(self, slots: Ids, chosen: Ids, counts: Ids, positions: Ids) -> None:
         batch = self.batch
-        new = np.arange(chosen.shape[1]) < counts[:, None]
-        at = positions[:, None] + np.arange(chosen.shape[1])
-        batch.tokens[np.repeat(slots, counts), at[new]] = chosen[new]
-        batch.num_tokens[slots] += counts
+        if chosen.shape[1] == 1 and counts.all():
+            batch.tokens[slots, positions] = chosen[:, 0]
+        else:
+            new = np.arange(chosen.shape[1]) < counts[:, None]
+            at = positions[:, None] + np.arange(chosen.shape[1])
+            batch.tokens[np.repeat(slots, counts), at[new]] = chosen[new]
+        batch.num_tokens[slots] = positions + counts
         tracked = self.sampler.tracked
         if tracked:
             for i in [i for i, slot in enumerate(slots.tolist()) if slot in tracked]:
