@@ -1,7 +1,8 @@
 """A layer of routed experts over T tokens without a word from the host: routing, two grouped products, their sum.
 
 Rows of the intermediate results are (token, choice) pairs, T * top of them. Up to MOST_ROWS tokens the products are
-ours, with gather, norm, gate and weighting fused in; above, torch's grouped product on Hopper is the faster one.
+ours, with gather, norm, gate and weighting fused in; above, kernels/grouped_experts on Hopper, where the CuTe DSL is
+installed, else torch's grouped product.
 
 Dimensions: T tokens, H hidden, E experts, I width of an expert, P pairs.
 """
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 
 from flowinfer.errors import KernelUnsupported
+from flowinfer.kernels import grouped_experts
 from flowinfer.kernels.experts.reference import experts_reference, route_reference
 
 __all__ = ["Routing", "bucket", "experts", "experts_reference", "gather_gated", "route", "route_reference", "weighted"]
@@ -121,7 +123,10 @@ def experts(
             f"experts: {list(x_TH.shape)}, {list(gate_up_EOH.shape)} and {list(down_EHI.shape)} don't fit."
         )
     ids, weights = route(logits_TE, top, norm_topk=norm_topk)
-    if x_TH.shape[0] > MOST_ROWS and _grouped_mm_runs(x_TH):
+    many = x_TH.shape[0] > MOST_ROWS
+    if many and grouped_experts.fits(*down_EHI.shape[1:]) and _runs("grouped_experts", x_TH):
+        return _by_blocks(x_TH, ids, weights, gate_up_EOH, down_EHI, residual_TH, load_E)
+    if many and _runs("grouped_mm", x_TH):
         return _by_grouped_mm(x_TH, ids, weights, gate_up_EOH, down_EHI, residual_TH, load_E)
     for first in range(0, x_TH.shape[0], MOST_ROWS):
         part = slice(first, first + MOST_ROWS)
@@ -133,10 +138,30 @@ def experts(
     return residual_TH
 
 
-def _grouped_mm_runs(x_TH: Tensor) -> bool:
+def _runs(op: str, x_TH: Tensor) -> bool:
     from flowinfer.kernels.arch import supported
 
-    return supported("grouped_mm", str(x_TH.device), str(x_TH.dtype).removeprefix("torch."))
+    return supported(op, str(x_TH.device), str(x_TH.dtype).removeprefix("torch."))
+
+
+def _by_blocks(
+    x_TH: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    gate_up_EOH: Tensor,
+    down_EHI: Tensor,
+    residual_TH: Tensor,
+    load_E: Tensor | None,
+) -> Tensor:
+    """Pairs in blocks of one expert each; gather and gate are part of the first product."""
+    from flowinfer.kernels.experts.triton import launch_sum
+
+    blocks = grouped_experts.lay_out(ids, gate_up_EOH.shape[0])
+    if load_E is not None:
+        load_E += blocks.counts
+    y = grouped_experts.down_rows(grouped_experts.gated_rows(x_TH, gate_up_EOH, blocks), down_EHI, blocks)
+    launch_sum(y, (blocks.place, weights), residual_TH, ids.shape[1])
+    return residual_TH
 
 
 def _by_grouped_mm(

@@ -25,7 +25,7 @@ __all__ = [
     "lay_out_reference", "prepare",
 ]  # fmt: skip
 
-BLOCK_ROWS = 128  # of a tile of the product; twice that where two programs share the loads of weights
+BLOCK_ROWS = 128  # of a tile of the products
 
 
 class Blocks(NamedTuple):
@@ -54,6 +54,7 @@ def lay_out(ids_TK: Tensor, num_experts: int, *, block_rows: int = BLOCK_ROWS) -
         raise KernelUnsupported("grouped_experts lays out contiguous int32 ids of at least one token.")
     num_pairs = ids_TK.numel()
     most_blocks = min(num_pairs, num_experts + num_pairs // block_rows)
+    most_blocks += most_blocks % 2  # as programs work in pairs
 
     def empty(*shape: int) -> Tensor:
         return torch.empty(shape, dtype=torch.int32, device=ids_TK.device)

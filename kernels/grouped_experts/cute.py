@@ -22,7 +22,7 @@ HALF = COLUMNS // 2
 LOADERS = 128  # threads of the warpgroup that loads
 THREADS = LOADERS + 256
 LOG2_E = 1.4426950408889634
-SETTINGS = {True: {"cluster": 1, "stages": 4, "outs": 1}, False: {"cluster": 1, "stages": 3, "outs": 2}}  # by gated
+SETTINGS = {True: {"cluster": 2, "stages": 4, "outs": 1}, False: {"cluster": 2, "stages": 4, "outs": 1}}  # by gated
 
 
 class GroupedProduct:
@@ -34,13 +34,15 @@ class GroupedProduct:
 
     def __init__(
         self, size_in: int, size_out: int, num_experts: int, *, gated: bool, gather: bool, cluster: int, stages: int,
-        outs: int, lag: int = 2,
+        outs: int, lag: int = 0,
     ) -> None:  # fmt: skip
         self.size_in, self.size_out, self.num_experts = size_in, size_out, num_experts
         self.gated, self.gather, self.cluster, self.stages, self.outs = gated, gather, cluster, stages, outs
         self.lag = lag
         self.columns = HALF if gated else COLUMNS  # that a tile writes
         self.passes = self.columns // HALF
+        self.early = 4 if gated else 2  # steps of a tile in which the one before leaves
+        self.leaving = {3: 0} if gated else {0: 0, 1: 1}  # after which of them 128 columns are ready
         self.num_column_tiles = size_out // self.columns
         self.k_tiles = size_in // INNER
 
@@ -67,7 +69,7 @@ class GroupedProduct:
         )
         out_MN = cute.make_tensor(out, cute.make_layout((num_rows_out, n), stride=(n, 1)))
         tokens_M = cute.make_tensor(tokens, cute.make_layout((num_rows_out,)))
-        experts_B = cute.make_tensor(expert_of_block, cute.make_layout((num_rows_out // (ROWS * self.cluster),)))
+        experts_B = cute.make_tensor(expert_of_block, cute.make_layout((num_rows_out // ROWS,)))
         blocks = cute.make_tensor(num_blocks, cute.make_layout((1,)))
 
         atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, BFloat16)
@@ -88,6 +90,9 @@ class GroupedProduct:
         mma = hopper_helpers.make_trivial_tiled_mma(
             BFloat16, BFloat16, OperandMajorMode.K, OperandMajorMode.K, Float32, (2, 1, 1), (64, COLUMNS)
         )
+        zero_mma = hopper_helpers.make_trivial_tiled_mma(
+            BFloat16, BFloat16, OperandMajorMode.K, OperandMajorMode.K, Float32, (2, 1, 1), (64, COLUMNS)
+        )
         half_mma = hopper_helpers.make_trivial_tiled_mma(
             BFloat16, BFloat16, OperandMajorMode.K, OperandMajorMode.K, Float32, (1, 1, 1), (64, HALF)
         )
@@ -102,7 +107,7 @@ class GroupedProduct:
 
         self.storage = Storage
         self.kernel(
-            x_MK, tokens_M, experts_B, blocks, a_atom, a_tma, b_atom, b_tma, c_atom, c_tma, mma, half_mma,
+            x_MK, tokens_M, experts_B, blocks, a_atom, a_tma, b_atom, b_tma, c_atom, c_tma, mma, zero_mma, half_mma,
             a_layout, b_layout, half_layout, c_layout,
         ).launch(
             grid=(num_programs, 1, 1), block=(THREADS, 1, 1), cluster=(self.cluster, 1, 1), min_blocks_per_mp=1,
@@ -123,6 +128,7 @@ class GroupedProduct:
         c_atom: cute.CopyAtom,
         c_tma: cute.Tensor,
         mma: cute.TiledMma,
+        zero_mma: cute.TiledMma,
         half_mma: cute.TiledMma,
         a_layout: cute.ComposedLayout,
         b_layout: cute.ComposedLayout,
@@ -169,8 +175,8 @@ class GroupedProduct:
         tCs, tCg = cpasync.tma_partition(
             c_atom, 0, cute.make_layout(1), cute.group_modes(sC, 0, 2), cute.group_modes(gC, 0, 2)
         )
-        # Programs of a cluster take the row blocks of one expert, at the same columns.
-        num_tiles = blocks[0] * self.num_column_tiles
+        # Programs of a cluster take neighbouring blocks of rows at the same columns: of one expert but at its edge.
+        num_tiles = (blocks[0] + (self.cluster - 1)) // self.cluster * self.num_column_tiles
         first, step = program // self.cluster, num_programs // self.cluster
         # Shared memory as bytes of the 128-byte swizzle: 16-byte piece p of row r lies at piece p ^ (r % 8).
         piece, row0 = thread % 8, (thread // 8) % 16
@@ -184,8 +190,9 @@ class GroupedProduct:
             to = a_plain.toint() + (row0 * INNER * 2 + (piece ^ (row0 % 8)) * 16)
             for tile in cutlass.range(first, num_tiles, step, unroll=1):
                 block, column = tile // self.num_column_tiles, tile % self.num_column_tiles
-                expert = experts_B[block]
                 row_tile = block * self.cluster + rank
+                expert = experts_B[row_tile]
+                alike = expert == experts_B[row_tile ^ (self.cluster - 1)]
                 n_first = column if cutlass.const_expr(self.gated) else 2 * column
                 n_second = n_first + (self.size_out // HALF if cutlass.const_expr(self.gated) else 1)
                 sources = []
@@ -200,7 +207,13 @@ class GroupedProduct:
                         with cute.arch.elect_one():
                             num_rows = COLUMNS if cutlass.const_expr(self.gather) else COLUMNS + ROWS
                             cute.arch.mbarrier_arrive_and_expect_tx(full + stage, num_rows * INNER * 2)
-                        if cutlass.const_expr(self.cluster > 1):
+                        if cutlass.const_expr(self.cluster == 1):
+                            for side in cutlass.range_constexpr(2):
+                                cute.copy(
+                                    b_atom, tBg[None, n_second if side else n_first, k, expert],
+                                    tBs[None, 2 * stage + side], tma_bar_ptr=full + stage,
+                                )  # fmt: skip
+                        elif alike:  # half for both
                             cute.copy(
                                 b_atom, tBg[None, n_first + rank * (n_second - n_first), k, expert],
                                 tBs[None, 2 * stage + rank], tma_bar_ptr=full + stage, mcast_mask=cutlass.Int16(3),
@@ -210,6 +223,7 @@ class GroupedProduct:
                                 cute.copy(
                                     b_atom, tBg[None, n_second if side else n_first, k, expert],
                                     tBs[None, 2 * stage + side], tma_bar_ptr=full + stage,
+                                    mcast_mask=cutlass.Int16(1 + rank),
                                 )  # fmt: skip
                         if cutlass.const_expr(not self.gather):
                             cute.copy(a_atom, tAg[None, row_tile, k], tAs[None, stage], tma_bar_ptr=full + stage)
@@ -239,12 +253,11 @@ class GroupedProduct:
                     if stage == self.stages:
                         stage = Int32(0)
                         phase ^= 1
-            if cutlass.const_expr(self.gather and self.lag > 0):
-                if issued > 0:
-                    cute.arch.cp_async_wait_group(0)
-                    cute.arch.fence_view_async_shared()
-                    for back in cutlass.range_constexpr(self.lag, 0, -1):
-                        cute.arch.mbarrier_arrive(full + (stage + (self.stages - back)) % self.stages)
+            if cutlass.const_expr(self.gather and self.lag > 0) and issued > 0:
+                cute.arch.cp_async_wait_group(0)
+                cute.arch.fence_view_async_shared()
+                for back in cutlass.range_constexpr(self.lag, 0, -1):
+                    cute.arch.mbarrier_arrive(full + (stage + (self.stages - back)) % self.stages)
         else:
             cute.arch.setmaxregister_increase(224)
             worker = thread - LOADERS
@@ -263,56 +276,118 @@ class GroupedProduct:
             result_flat = cute.make_tensor(result.iterator, cute.make_layout((HALF // 2,)))
             from_result = store.retile(result)
 
+            mma.set(warpgroup.Field.ACCUMULATE, True)
+            zero_mma.set(warpgroup.Field.ACCUMULATE, False)
+            # A tile leaves while the next one's first two steps multiply: its sums wait as pairs of bf16.
+            kept = cute.make_rmem_tensor((COLUMNS // 4,), Int32)
+            kept.fill(0)
+            result_words = cute.recast_tensor(result_flat, Int32)
             stage, phase = Int32(0), Int32(0)
+            row_before, column_before = Int32(0), Int32(0)
             for tile in cutlass.range(first, num_tiles, step, unroll=1):
-                block, column = tile // self.num_column_tiles, tile % self.num_column_tiles
-                row_tile = block * self.cluster + rank
                 done = stage
-                for k in cutlass.range(self.k_tiles, unroll=1):
-                    cute.arch.mbarrier_wait(full + stage, phase)
-                    if cutlass.const_expr(self.gather and self.lag == 0):
-                        cute.arch.fence_view_async_shared()
-                    warpgroup.fence()
-                    for inner in cutlass.range_constexpr(INNER // 16):
-                        mma.set(warpgroup.Field.ACCUMULATE, k > 0 if inner == 0 else True)
-                        cute.gemm(mma, sums, frag_a[None, None, inner, stage], frag_b[None, None, inner, stage], sums)
-                    warpgroup.commit_group()
+                for k in cutlass.range_constexpr(self.early):
+                    self.multiply(mma if k > 0 else zero_mma, mma, sums, frag_a, frag_b, full, stage, phase)
+                    self.leave(k, kept, result_flat, result_words, store, from_result, to_C, half, warp_index)
+                    if cutlass.const_expr(k in self.leaving):
+                        part = self.leaving[k]
+                        if warp_index % 4 == 0 and tile > first:
+                            cute.copy(
+                                c_atom, tCs[None, half * self.outs + part % self.outs],
+                                tCg[None, 2 * row_before + half, column_before * self.passes + part],
+                            )  # fmt: skip
+                            cute.arch.cp_async_bulk_commit_group()
+                    if cutlass.const_expr(k > 0):
+                        warpgroup.wait_group(1)
+                        self.release(empty, done, lane)
+                    done = stage
+                    stage += 1
+                    if stage == self.stages:
+                        stage = Int32(0)
+                        phase ^= 1
+                for _ in cutlass.range(self.early, self.k_tiles, unroll=1):
+                    self.multiply(mma, mma, sums, frag_a, frag_b, full, stage, phase)
                     warpgroup.wait_group(1)
-                    if k > 0 and lane < self.cluster:
-                        cute.arch.mbarrier_arrive(empty + done, lane if cutlass.const_expr(self.cluster > 1) else None)
+                    self.release(empty, done, lane)
                     done = stage
                     stage += 1
                     if stage == self.stages:
                         stage = Int32(0)
                         phase ^= 1
                 warpgroup.wait_group(0)
-                if lane < self.cluster:
-                    cute.arch.mbarrier_arrive(empty + done, lane if cutlass.const_expr(self.cluster > 1) else None)
-
-                for part in cutlass.range_constexpr(self.passes):
-                    if cutlass.const_expr(self.gated):
-                        for i in cutlass.range_constexpr(0, HALF // 2, 4):
-                            gates = [flat[i + j] for j in range(4)]
-                            for j, share in enumerate(_sigmoids(gates)):
-                                result_flat[i + j] = (gates[j] * share * flat[HALF // 2 + i + j]).to(BFloat16)
-                    else:
-                        for i in cutlass.range_constexpr(HALF // 2):
-                            result_flat[i] = flat[part * (HALF // 2) + i].to(BFloat16)
-                    if warp_index % 4 == 0:  # the copy that last read this place is through
-                        cute.arch.cp_async_bulk_wait_group(self.outs - 1, read=True)
-                    cute.arch.barrier(barrier_id=1 + half, number_of_threads=128)
-                    place = half * self.outs + part % self.outs
-                    cute.copy(store, from_result, to_C[None, None, None, place])
-                    cute.arch.fence_view_async_shared()
-                    cute.arch.barrier(barrier_id=1 + half, number_of_threads=128)
-                    if warp_index % 4 == 0:
-                        cute.copy(c_atom, tCs[None, place], tCg[None, 2 * row_tile + half, column * self.passes + part])
-                        cute.arch.cp_async_bulk_commit_group()
+                self.release(empty, done, lane)
+                kept.store(flat.load().to(BFloat16).bitcast(Int32))
+                row_before = tile // self.num_column_tiles * self.cluster + rank
+                column_before = tile % self.num_column_tiles
+            if first < num_tiles:
+                for k in cutlass.range_constexpr(self.early):
+                    self.leave(k, kept, result_flat, result_words, store, from_result, to_C, half, warp_index)
+                    if cutlass.const_expr(k in self.leaving):
+                        part = self.leaving[k]
+                        if warp_index % 4 == 0:
+                            cute.copy(
+                                c_atom, tCs[None, half * self.outs + part % self.outs],
+                                tCg[None, 2 * row_before + half, column_before * self.passes + part],
+                            )  # fmt: skip
+                            cute.arch.cp_async_bulk_commit_group()
             if warp_index % 4 == 0:
                 cute.arch.cp_async_bulk_wait_group(0)
         if cutlass.const_expr(self.cluster > 1):  # a peer may still write here
             cute.arch.cluster_arrive()
             cute.arch.cluster_wait()
+
+    @cute.jit
+    def multiply(self, first_mma, mma, sums, frag_a, frag_b, full, stage, phase):
+        """Starts the products of a step once its operands are there."""
+        cute.arch.mbarrier_wait(full + stage, phase)
+        if cutlass.const_expr(self.gather and self.lag == 0):
+            cute.arch.fence_view_async_shared()
+        warpgroup.fence()
+        for inner in cutlass.range_constexpr(INNER // 16):
+            cute.gemm(
+                mma if cutlass.const_expr(inner > 0) else first_mma, sums,
+                frag_a[None, None, inner, stage], frag_b[None, None, inner, stage], sums,
+            )  # fmt: skip
+        warpgroup.commit_group()
+
+    @cute.jit
+    def release(self, empty, stage, lane):
+        """Says that this warp has read a stage, to all programs that write there."""
+        if lane < self.cluster:
+            cute.arch.mbarrier_arrive(empty + stage, lane if cutlass.const_expr(self.cluster > 1) else None)
+
+    @cute.jit
+    def leave(self, k, kept, result, result_words, store, from_result, to_C, half, warp_index):
+        """What a thread does in step k for the tile before: results of some columns to shared memory, in the form in
+        which the copy engine takes them. result: a thread's 64 numbers of 128 columns."""
+        steps = self.early // self.passes  # for 128 columns
+        part, share = k // steps, k % steps
+        place = half * self.outs + part % self.outs
+        if cutlass.const_expr(share == 0):
+            if warp_index % 4 == 0:  # the copy that last read this place is through
+                cute.arch.cp_async_bulk_wait_group(self.outs - 1, read=True)
+            cute.arch.barrier(barrier_id=1 + half, number_of_threads=128)
+        for i in cutlass.range_constexpr(share * (64 // steps), (share + 1) * (64 // steps), 4):
+            if cutlass.const_expr(self.gated):
+                gates = _two(kept[i // 2]) + _two(kept[i // 2 + 1])
+                ups = _two(kept[32 + i // 2]) + _two(kept[32 + i // 2 + 1])
+                sigmoids = _sigmoids(gates)
+                for j in cutlass.range_constexpr(4):
+                    result[i + j] = (gates[j] * sigmoids[j] * ups[j]).to(BFloat16)
+            else:
+                for j in cutlass.range_constexpr(2):
+                    result_words[i // 2 + j] = kept[32 * part + i // 2 + j]
+        for i in cutlass.range_constexpr(share * (8 // steps), (share + 1) * (8 // steps)):
+            cute.copy(store, from_result[(None, i), 0, 0], to_C[(None, i), 0, 0, place])
+        if cutlass.const_expr(share == steps - 1):
+            cute.arch.fence_view_async_shared()
+            cute.arch.barrier(barrier_id=1 + half, number_of_threads=128)
+
+
+@cute.jit
+def _two(word):
+    """The float32 of a pair of bf16 in one word."""
+    return [(word << 16).bitcast(Float32), (word & -65536).bitcast(Float32)]
 
 
 @cute.jit

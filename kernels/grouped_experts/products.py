@@ -46,7 +46,7 @@ def name_of(size_in: int, size_out: int, num_experts: int, gated: bool) -> str:
 
 def _run(launch: Launch, rows: Tensor, weights: Tensor, out: Tensor, blocks: Blocks) -> None:
     tensors = rows, weights, out, blocks.tokens, blocks.owner, blocks.num_blocks
-    programs = torch.cuda.get_device_properties(rows.device).multi_processor_count
+    programs = torch.cuda.get_device_properties(rows.device).multi_processor_count // 2 * 2  # they work in pairs
     stream = torch.cuda.current_stream(rows.device).cuda_stream
     launch(tuple(tensor.data_ptr() for tensor in tensors), (len(rows), len(out), programs), stream)
 

@@ -56,9 +56,10 @@ def _place(
     blocks = (count + ROWS - 1) // ROWS
     ends = tl.cumsum(blocks, 0)
 
-    block = chunk * CHUNK + i
-    of_block = tl.sum((ends[None, :] <= block[:, None]).to(tl.int32), 1)
-    tl.store(owner + block, tl.minimum(of_block, num_experts - 1), mask=block < most_blocks)
+    if chunk * CHUNK < most_blocks:
+        block = chunk * CHUNK + i
+        of_block = tl.sum((ends[None, :] <= block[:, None]).to(tl.int32), 1)
+        tl.store(owner + block, tl.minimum(of_block, num_experts - 1), mask=block < most_blocks)
     if chunk == 0:
         tl.store(num_blocks, tl.sum(blocks, 0))
 
