@@ -124,7 +124,7 @@ def experts(
         )
     ids, weights = route(logits_TE, top, norm_topk=norm_topk)
     many = x_TH.shape[0] > MOST_ROWS
-    if many and grouped_experts.fits(*down_EHI.shape[1:]) and _runs("grouped_experts", x_TH):
+    if many and blocks_run(down_EHI):
         return _by_blocks(x_TH, ids, weights, gate_up_EOH, down_EHI, residual_TH, load_E)
     if many and _runs("grouped_mm", x_TH):
         return _by_grouped_mm(x_TH, ids, weights, gate_up_EOH, down_EHI, residual_TH, load_E)
@@ -138,10 +138,17 @@ def experts(
     return residual_TH
 
 
-def _runs(op: str, x_TH: Tensor) -> bool:
+def blocks_run(down_EHI: Tensor) -> bool:
+    """Whether kernels/grouped_experts multiplies by such experts here; compiles it the first time that it is asked."""
+    num_experts, hidden, width = down_EHI.shape
+    here = grouped_experts.fits(hidden, width) and _runs("grouped_experts", down_EHI)
+    return here and grouped_experts.ready(hidden, width, num_experts)
+
+
+def _runs(op: str, tensor: Tensor) -> bool:
     from flowinfer.kernels.arch import supported
 
-    return supported(op, str(x_TH.device), str(x_TH.dtype).removeprefix("torch."))
+    return supported(op, str(tensor.device), str(tensor.dtype).removeprefix("torch."))
 
 
 def _by_blocks(

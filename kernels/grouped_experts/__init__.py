@@ -8,6 +8,7 @@ Dimensions: T tokens, H hidden, E experts, I width of an expert, P = T * top pai
 
 from __future__ import annotations
 
+import logging
 from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -22,8 +23,10 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Blocks", "down_rows", "down_rows_reference", "fits", "gated_rows", "gated_rows_reference", "lay_out",
-    "lay_out_reference", "prepare",
+    "lay_out_reference", "prepare", "ready",
 ]  # fmt: skip
+
+log = logging.getLogger(__name__)
 
 BLOCK_ROWS = 128  # of a tile of the products
 
@@ -42,8 +45,8 @@ class Blocks(NamedTuple):
 
 
 def fits(hidden: int, width: int) -> bool:
-    """Whether an expert of these sizes falls into whole tiles."""
-    return hidden % 256 == 0 and width % 128 == 0
+    """Whether an expert of these sizes falls into whole tiles, of at least four steps each."""
+    return hidden % 256 == 0 and width % 128 == 0 and width >= 256
 
 
 def lay_out(ids_TK: Tensor, num_experts: int, *, block_rows: int = BLOCK_ROWS) -> Blocks:
@@ -99,13 +102,24 @@ def prepare(hidden: int, width: int, num_experts: int) -> Products:
     return Products(hidden, width, num_experts)
 
 
+@lru_cache
+def ready(hidden: int, width: int, num_experts: int) -> bool:
+    """Compiles both, and says whether that went well; where it didn't, the reason is logged once."""
+    try:
+        prepare(hidden, width, num_experts)
+    except Exception as error:  # the compiler is another's: its errors have no base but this
+        log.warning("grouped_experts can't be had, torch's grouped product runs instead: %s", error)
+        return False
+    return True
+
+
 def _check(rows: Tensor, weights: Tensor, hidden: int, width: int) -> None:
     if rows.dtype is not torch.bfloat16 or weights.dtype is not torch.bfloat16:
         raise KernelUnsupported(f"grouped_experts multiplies bfloat16, not {rows.dtype} and {weights.dtype}.")
     if not fits(hidden, width) or rows.shape[1] != weights.shape[2]:
         raise KernelUnsupported(
             f"grouped_experts: rows of {rows.shape[1]} and weights {list(weights.shape)} don't fall into whole tiles.",
-            help="The hidden size must be a multiple of 256, an expert's width one of 128.",
+            help="The hidden size must be a multiple of 256, an expert's width one of 128 and at least 256.",
         )
     if not rows.is_contiguous() or not weights.is_contiguous():
         raise KernelUnsupported("grouped_experts needs contiguous rows and weights.")

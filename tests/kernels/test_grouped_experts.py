@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flowinfer.errors import KernelUnsupported
-from flowinfer.kernels import arch
+from flowinfer.kernels import arch, grouped_experts
 from flowinfer.kernels import experts as layer
 from flowinfer.kernels.experts import experts, experts_reference, route_reference
 from flowinfer.kernels.grouped_experts import (
@@ -61,16 +61,16 @@ def test_pairs_of_an_expert_fill_its_blocks_in_order(
 
 def test_what_the_products_do_not_take_is_refused() -> None:
     blocks = lay_out(chosen(5, 4, 2).to(DEVICE), 4)
-    x, gate_up = torch.zeros(5, 256, device=DEVICE), torch.zeros(4, 256, 256, device=DEVICE)
+    x, gate_up = torch.zeros(5, 256, device=DEVICE), torch.zeros(4, 512, 256, device=DEVICE)
     with pytest.raises(KernelUnsupported, match="bfloat16"):
         gated_rows(x, gate_up, blocks)
     with pytest.raises(KernelUnsupported, match="whole tiles") as caught:
         gated_rows(x.bfloat16()[:, :192].contiguous(), gate_up.bfloat16()[:, :, :192].contiguous(), blocks)
-    assert "256" in caught.value.help and not fits(192, 128) and not fits(256, 64)
+    assert "256" in caught.value.help and not fits(192, 256) and not fits(256, 128) and fits(256, 384)
     with pytest.raises(KernelUnsupported, match="contiguous"):
-        gated_rows(x.bfloat16(), gate_up.bfloat16().transpose(1, 2), blocks)
+        gated_rows(x.bfloat16(), gate_up.bfloat16().mT.contiguous().mT, blocks)
     with pytest.raises(KernelUnsupported, match="5 rows"):
-        down_rows(torch.zeros(5, 128).bfloat16(), torch.zeros(4, 256, 128).bfloat16(), blocks)
+        down_rows(torch.zeros(5, 256).bfloat16(), torch.zeros(4, 256, 256).bfloat16(), blocks)
     with pytest.raises(KernelUnsupported, match="int32"):
         lay_out(torch.zeros(2, 2, dtype=torch.int64), 4)
 
@@ -88,9 +88,9 @@ def test_only_hopper_with_the_package_runs_them(monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize(
     ("here", "width", "taken"),
     [
-        ({"grouped_experts", "grouped_mm"}, 128, "_by_blocks"),
-        ({"grouped_experts", "grouped_mm"}, 96, "_by_grouped_mm"),
-        ({"grouped_mm"}, 128, "_by_grouped_mm"),
+        ({"grouped_experts", "grouped_mm"}, 256, "_by_blocks"),
+        ({"grouped_experts", "grouped_mm"}, 320, "_by_grouped_mm"),
+        ({"grouped_mm"}, 256, "_by_grouped_mm"),
     ],
 )
 def test_a_layer_takes_what_runs_and_fits(
@@ -98,11 +98,25 @@ def test_a_layer_takes_what_runs_and_fits(
 ) -> None:
     monkeypatch.setattr(layer, "MOST_ROWS", 2)
     monkeypatch.setattr(layer, "_runs", lambda op, x: op in here)
+    monkeypatch.setattr(grouped_experts, "ready", lambda *_: True)
     for name in ("_by_blocks", "_by_grouped_mm"):
         monkeypatch.setattr(layer, name, lambda *_, name=name: name)
     x, logits = torch.zeros(3, 256, device=DEVICE), torch.zeros(3, 4, device=DEVICE)
     gate_up, down = torch.zeros(4, 2 * width, 256), torch.zeros(4, 256, width)
     assert experts(x, logits, gate_up, down, x, 2, norm_topk=True) == taken
+
+
+def test_what_does_not_compile_is_told_once_and_not_used(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(*_: int) -> None:
+        raise TypeError("no such operand")
+
+    monkeypatch.setattr(grouped_experts, "prepare", broken)
+    grouped_experts.ready.cache_clear()
+    assert not grouped_experts.ready(256, 256, 4) and not grouped_experts.ready(256, 256, 4)
+    assert [record.getMessage().count("no such operand") for record in caplog.records] == [1]
+    grouped_experts.ready.cache_clear()
 
 
 def test_a_library_that_lacks_a_product_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,9 +133,9 @@ def test_a_library_that_lacks_a_product_is_named(monkeypatch: pytest.MonkeyPatch
 @pytest.mark.skipif(not (find_spec("nvidia_cutlass_dsl") and which("gcc")), reason="needs nvidia-cutlass-dsl and gcc")
 def test_a_library_is_built_without_a_card(tmp_path: Path) -> None:
     made = tmp_path / "products.so"
-    build = [sys.executable, "-m", "flowinfer.kernels.grouped_experts.build", "--size", "256", "128", "4", str(made)]
+    build = [sys.executable, "-m", "flowinfer.kernels.grouped_experts.build", "--size", "256", "256", "4", str(made)]
     subprocess.run(build, check=True)
-    assert all(name_of(*size).encode() in made.read_bytes() for size in ((256, 128, 4, True), (128, 256, 4, False)))
+    assert all(name_of(*size).encode() in made.read_bytes() for size in ((256, 256, 4, True), (256, 256, 4, False)))
 
 
 def near(got: torch.Tensor, want: torch.Tensor) -> None:

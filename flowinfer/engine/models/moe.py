@@ -102,6 +102,10 @@ class StackedExperts:
         self.per_token = per_token
         self.norm_topk = norm_topk
         self.load_E = load_E
+        if down_EHI.is_cuda:  # what compiles for these sizes does so now, not under the first long prompt
+            from flowinfer.kernels.experts import blocks_run
+
+            blocks_run(down_EHI)
 
     def __call__(self, x_TH: Tensor) -> Tensor:
         from flowinfer.kernels.experts import experts  # here: a worker without a GPU has no Triton
