@@ -48,19 +48,26 @@ def _openmp() -> ctypes.CDLL | None:
     return library
 
 
+SMALL = 1 << 15  # numbers up to which one thread is done before another would have woken
+
+
 class Kernel:
-    """A cfunc of numba, run on all of torch's threads."""
+    """A cfunc of numba, run on all of torch's threads, or on one where there is little to do."""
 
     def __init__(self, function: Any) -> None:
         openmp = _openmp()
         assert openmp is not None, "callers have looked at missing()"
         self._address: int = function.address
         self._parallel = openmp.GOMP_parallel
+        self._alone = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(self._address)
 
-    def __call__(self, *numbers: int | Tensor) -> None:
-        """Tensors go in as their addresses: contiguous ones that the caller keeps alive meanwhile."""
+    def __call__(self, *numbers: int | Tensor, work: int) -> None:
+        """Tensors go in as their addresses: contiguous ones that the caller keeps alive. work: numbers gone through."""
         values = np.array([n.data_ptr() if isinstance(n, Tensor) else n for n in numbers], np.int64)
-        self._parallel(self._address, values.ctypes.data, torch.get_num_threads(), 0)
+        if work <= SMALL:
+            self._alone(values.ctypes.data)
+        else:
+            self._parallel(self._address, values.ctypes.data, torch.get_num_threads(), 0)
 
 
 def bits(value: float) -> int:

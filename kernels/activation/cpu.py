@@ -15,7 +15,7 @@ def silu_mul(gate_up_TI: Tensor) -> Tensor:
     rows, width = gate_up_TI.shape[0], gate_up_TI.shape[1] // 2
     out = gate_up_TI.new_empty(rows, width)
     room, apart = scratch(2 * width)
-    _silu_mul(gate_up_TI, out, room, apart, rows, width, wide(gate_up_TI))
+    _silu_mul(gate_up_TI, out, room, apart, rows, width, wide(gate_up_TI), work=2 * rows * width)
     return out
 
 

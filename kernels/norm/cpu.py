@@ -25,7 +25,9 @@ def rms_norm(x_TH: Tensor, weight_H: Tensor, eps: float, *, delta: Tensor | None
     normed = x_TH.new_empty(x_TH.shape)
     room, apart = scratch(2 * width)
     added = 0 if delta is None else delta
-    _rms_norm(x_TH, added, weight_H, normed, room, apart, rows, width, wide(x_TH), bits(eps))
+    _rms_norm(
+        x_TH, added, weight_H, normed, room, apart, rows, width, wide(x_TH), bits(eps), work=2 * rows * width
+    )  # fmt: skip
     return x_TH, normed
 
 

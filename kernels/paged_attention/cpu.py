@@ -63,10 +63,12 @@ class Chunk:
 class Plan:
     """The same for all layers. few: int32 rows of (first token, queries, context, row of the block table), or None.
 
-    parts int64 [threads + 1]: which of the few each thread takes, counted by (sequence, kv head).
+    few_keys: keys and values that they read.  parts int64 [parts + 1]: bounds of work for one thread each, counted by
+    (sequence, kv head).
     """
 
     few: Tensor | None
+    few_keys: int
     parts: Tensor
     tables: Tensor
     chunks: tuple[Chunk, ...]
@@ -90,7 +92,8 @@ def plan_pages(query_starts: Int32s, kv_lens: Int32s, block_tables: Int32s, head
     )
     tables = torch.from_numpy(np.ascontiguousarray(block_tables, np.int32))
     parts = torch.from_numpy(_parts(kv_lens[few], heads.num_kv_heads, torch.get_num_threads()))
-    return Plan(torch.from_numpy(rows) if len(few) else None, parts, tables, chunks)
+    keys = 2 * heads.num_kv_heads * int(kv_lens[few].sum())
+    return Plan(torch.from_numpy(rows) if len(few) else None, keys, parts, tables, chunks)
 
 
 def _pages(blocks: Int32s, kv: Tensor) -> Tensor:
@@ -118,6 +121,8 @@ def attend(queries: Tensor, kv: Tensor, layer: int, plan: Plan) -> Tensor:
         _attend_few(
             queries, kv, out, plan.few, plan.parts, plan.tables, room, apart,
             tokens, k, group, d, layer, kv.shape[1], block_tokens, plan.tables.shape[1], len(plan.few), wide(kv), most,
+            len(plan.parts) - 1,
+            work=plan.few_keys * d,
         )  # fmt: skip
     for chunk in plan.chunks:
         _attend_chunk(queries, kv, layer, chunk, out)
@@ -146,12 +151,12 @@ def _attend_chunk(queries: Tensor, kv: Tensor, layer: int, chunk: Chunk, out: Te
 
 def _exponents(scores: Tensor, sums: Tensor, before: int, group: int) -> None:
     """Row r sees before + r // group + 1 keys: 2 ** (score - the row's largest) there, 0 behind. sums: of each row."""
-    _softmax_rows(scores, sums, *scores.shape, before, group, wide(scores))
+    _softmax_rows(scores, sums, *scores.shape, before, group, wide(scores), work=scores.numel())
 
 
 def _divide(parts: Tensor, sums: Tensor, out: Tensor, start: int, count: int, k: int, group: int, d: int) -> None:
     room, apart = scratch(d)
-    _write_divided(parts, sums, out, room, apart, start, count, k, group, d, wide(out))
+    _write_divided(parts, sums, out, room, apart, start, count, k, group, d, wide(out), work=2 * parts.numel())
 
 
 # -------------------------------------------------------------------------------------------------------------- kernels
@@ -278,12 +283,12 @@ def _sum_weighted(total, weights, values, count, d):
 
 @kernel
 def _attend_few(arguments):
-    given = carray(arguments, 19)
+    given = carray(arguments, 20)
     queries, kv, out, few, parts, tables, room, apart = given[:8]
-    tokens, k, group, d, layer, layers, block_tokens, width, num_few, is_wide, most = given[8:]
+    tokens, k, group, d, layer, layers, block_tokens, width, num_few, is_wide, most, num_parts = given[8:]
     me, threads = np.int64(thread_number()), np.int64(num_threads())
     size = d * (4 if is_wide else 2)
-    sequences, bounds = carray(pointer(few), (num_few, 4), np.int32), carray(pointer(parts), threads + 1, np.int64)
+    sequences, bounds = carray(pointer(few), (num_few, 4), np.int32), carray(pointer(parts), num_parts + 1, np.int64)
     mine, page_bytes = room + me * apart, 4 * block_tokens * d
     keys = carray(pointer(mine), (block_tokens, d), np.float32)
     values = carray(pointer(mine + page_bytes), (block_tokens, d), np.float32)
@@ -296,39 +301,40 @@ def _attend_few(arguments):
     weights = carray(pointer(mine + 8 * most * d), block_tokens, np.float32)
     peak = carray(pointer(mine + 8 * most * d + 4 * most * block_tokens), most, np.float32)
     mass = carray(pointer(mine + 8 * most * d + 4 * most * (block_tokens + 1)), most, np.float32)
-    for item in range(bounds[me], bounds[me + 1]):
-        start, count, length, sequence = sequences[item // k]
-        head = item % k
-        blocks = carray(pointer(tables + 4 * sequence * width), width, np.int32)
-        rows = count * group
-        read_row(queries + (head * tokens + start) * group * size, rows * d, is_wide, flat_query)
-        total[:rows] = np.float32(0)
-        peak[:rows] = np.float32(-np.inf)
-        mass[:rows] = np.float32(0)
-        for page in range((length + block_tokens - 1) // block_tokens):
-            first = page * block_tokens
-            held = min(block_tokens, length - first)
-            place = kv + (((blocks[page] * layers + layer) * 2 * k) + head) * block_tokens * size
-            if first + block_tokens < length:
-                ahead = kv + (((blocks[page + 1] * layers + layer) * 2 * k) + head) * block_tokens * size
-                left = min(block_tokens, length - first - block_tokens) * size
-                prefetch(ahead, left)
-                prefetch(ahead + k * block_tokens * size, left)
-            read_row(place, held * d, is_wide, flat_keys)
-            read_row(place + k * block_tokens * size, held * d, is_wide, flat_values)
+    for own in range(me, num_parts, threads):
+        for item in range(bounds[own], bounds[own + 1]):
+            start, count, length, sequence = sequences[item // k]
+            head = item % k
+            blocks = carray(pointer(tables + 4 * sequence * width), width, np.int32)
+            rows = count * group
+            read_row(queries + (head * tokens + start) * group * size, rows * d, is_wide, flat_query)
+            total[:rows] = np.float32(0)
+            peak[:rows] = np.float32(-np.inf)
+            mass[:rows] = np.float32(0)
+            for page in range((length + block_tokens - 1) // block_tokens):
+                first = page * block_tokens
+                held = min(block_tokens, length - first)
+                place = kv + (((blocks[page] * layers + layer) * 2 * k) + head) * block_tokens * size
+                if first + block_tokens < length:
+                    ahead = kv + (((blocks[page + 1] * layers + layer) * 2 * k) + head) * block_tokens * size
+                    left = min(block_tokens, length - first - block_tokens) * size
+                    prefetch(ahead, left)
+                    prefetch(ahead + k * block_tokens * size, left)
+                read_row(place, held * d, is_wide, flat_keys)
+                read_row(place + k * block_tokens * size, held * d, is_wide, flat_values)
+                for r in range(rows):
+                    seen = min(held, length - count + r // group + 1 - first)
+                    if seen > 0:
+                        _scores(query[r], keys, seen, d, weights)
+                        higher = max(peak[r], _largest(weights, seen))
+                        if higher > peak[r]:
+                            fade = exp2(peak[r] - higher)
+                            mass[r] *= fade
+                            _scale(total[r], d, fade)
+                            peak[r] = higher
+                        mass[r] += _powers(weights, seen, peak[r])
+                        _sum_weighted(total[r], weights, values, seen, d)
             for r in range(rows):
-                seen = min(held, length - count + r // group + 1 - first)
-                if seen > 0:
-                    _scores(query[r], keys, seen, d, weights)
-                    higher = max(peak[r], _largest(weights, seen))
-                    if higher > peak[r]:
-                        fade = exp2(peak[r] - higher)
-                        mass[r] *= fade
-                        _scale(total[r], d, fade)
-                        peak[r] = higher
-                    mass[r] += _powers(weights, seen, peak[r])
-                    _sum_weighted(total[r], weights, values, seen, d)
-        for r in range(rows):
-            _scale(total[r], d, np.float32(1) / mass[r])
-            place = out + ((start + r // group) * k * group + head * group + r % group) * size
-            write_row(total[r], d, is_wide, place)
+                _scale(total[r], d, np.float32(1) / mass[r])
+                place = out + ((start + r // group) * k * group + head * group + r % group) * size
+                write_row(total[r], d, is_wide, place)

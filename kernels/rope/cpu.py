@@ -46,7 +46,7 @@ def rope_write(
     room, apart = scratch(6 * d)
     _rope_write(
         qkv_TE, kv, queries, positions_T, blocks_T, *rope_PD, q_norm, k_norm, room, apart,
-        tokens, n, k, d, layer, kv.shape[1], kv.shape[4], wide(kv), bits(eps),
+        tokens, n, k, d, layer, kv.shape[1], kv.shape[4], wide(kv), bits(eps), work=2 * qkv_TE.numel(),
     )  # fmt: skip
     return queries
 
