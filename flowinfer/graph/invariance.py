@@ -10,7 +10,6 @@ from flowinfer.graph.kernel_set import kernel_set
 from flowinfer.graph.model import Graph, StageNode
 from flowinfer.spec.models import Worker
 
-CPU_ONLY = "DeepseekV4ForCausalLM"
 # Settings of any stage: the values that break the mode, and why.
 _BROKEN_BY: dict[str, tuple[tuple[object, ...], str, str]] = {
     "weights": (
@@ -38,7 +37,6 @@ def check_invariance(graph: Graph) -> None:
     for stage in graph.stages.values():
         _check_settings(graph, stage)
     _check_devices(graph)
-    _check_models(graph)
 
 
 def _check_settings(graph: Graph, stage: StageNode) -> None:
@@ -61,24 +59,6 @@ def _check_devices(graph: Graph) -> None:
         message = f"`{second}` computes on {other} and `{first}` on {kind}: batch_invariant holds on one device type."
         note = (graph.document.value_mark("workers", first, "device"), f"`{first}` is here")
         graph.problem("FI327", message, mark, "Give both the same `device`.", [note])
-
-
-def _check_models(graph: Graph) -> None:
-    """Families whose GPU products are the library's own."""
-    from flowinfer.engine import hub  # here: a graph without a model needs nothing of the engine
-    from flowinfer.engine.models.config import read_config
-
-    declared = _loading(graph)
-    for stage in graph.stages.values():
-        use, worker = stage.contract.model if stage.contract else None, declared.get(stage.worker or "")
-        if not (use and use.weights and use.model and "${" not in use.model and worker):
-            continue
-        folder = hub.known(use.model) if device_kind(worker.device) == "cuda" else None
-        if folder is not None and read_config(folder).architecture == CPU_ONLY:
-            mark = graph.document.value_mark("stages", stage.name, "with", "model")
-            message = f"{use.model} on a GPU breaks batch_invariant: DeepSeek-V4 keeps it on CPUs only."
-            graph.problem("FI327", message, mark, f"Write `device: cpu` in the worker `{stage.worker}`.")
-            return
 
 
 def kernels_of(graph: Graph) -> str:

@@ -12,12 +12,13 @@ from pathlib import Path
 from flowinfer.engine.formats import BLOCK, FP8, PACKED, UNITS, Format, lacks, numbers_of
 from flowinfer.errors import ModelError
 from flowinfer.graph.devices import CUDA, Capability, capability
-from flowinfer.graph.invariance import CPU_ONLY, device_kind
+from flowinfer.graph.invariance import device_kind
 from flowinfer.graph.model import Graph, StageNode
 from flowinfer.stage import ModelUse
 
 CapabilityOf = Callable[[str], Capability | None]
 DTYPES = ("bfloat16", "float32")  # that a model runs in
+NO_FP8 = "DeepseekV4ForCausalLM"  # its products take weights in the model's dtype
 
 
 def check_weights(graph: Graph) -> None:
@@ -112,7 +113,7 @@ def _not_of_fp8(use: ModelUse) -> str:
         return ""
     with contextlib.suppress(ModelError):
         info = hub.describe(folder)
-        if info.architecture == CPU_ONLY:
+        if info.architecture == NO_FP8:
             return "isn't for DeepSeek-V4"
         if info.dtype(use.dtype) != "bfloat16":
             return f"is for models in bfloat16, and this one runs in {info.dtype(use.dtype)}"
@@ -145,7 +146,7 @@ def _change(folder: Path, use: ModelUse, device: str, has: Capability | None) ->
     info = hub.describe(folder)
     stored = hub.stored(folder, info.config)
     dtype = info.dtype(use.dtype)
-    multiplied = info.architecture != CPU_ONLY and info.config.scale_block == BLOCK and dtype == "bfloat16"
+    multiplied = info.architecture != NO_FP8 and info.config.scale_block == BLOCK and dtype == "bfloat16"
     packed: list[Format] = [kind for kind in PACKED if stored.get(kind) and lacks(kind, device, has, multiplied)]
     if not packed:
         return ""
