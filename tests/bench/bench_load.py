@@ -1,6 +1,6 @@
 """Weights from the page cache to a device in GB/s, and seconds from a process's start to its first token.
 
-Run: PYTHONPATH=. python tests/bench/bench_load.py --config qwen3-8b [--threads 1,2,4,8] [--folder DIR] [--json F]
+Run: PYTHONPATH=. python tests/bench/bench_load.py --config qwen3-8b [--threads 1,8,8m] [--folder DIR] [--json F]
 Writes a checkpoint of random numbers in the shape of a named config (or of a config.json, which may be small), so that
 its files lie in the page cache, then loads it by the engine's own loader and compares tensors with the files. Each
 start is a process of its own: imports, weights, kernels out of their compile cache, graphs captured, an answer of one
@@ -102,12 +102,13 @@ def write_shard(file: Path, shapes: dict[str, tuple[int, ...]], pool: np.ndarray
             first = 0
 
 
-def load(folder: Path, device: str, threads: int) -> dict[str, Any]:
-    """GB/s of the loader, median of three loads behind one that allocates."""
+def load(folder: Path, device: str, way: str) -> dict[str, Any]:
+    """GB/s of the loader, median of two loads behind one that allocates. way: threads, with an m where it maps."""
     size, seconds = weight_bytes(folder), []
+    threads = int(way.removesuffix("m"))
     if threads:
-        card_reader.THREADS = threads
-    for _ in range(4):
+        card_reader.THREADS, card_reader.MAPPED = threads, way.endswith("m")
+    for _ in range(3):
         began = time.perf_counter()
         model = loading.load(folder, dtype="auto", device=device)
         if device != "cpu":
@@ -115,7 +116,7 @@ def load(folder: Path, device: str, threads: int) -> dict[str, Any]:
         seconds.append(time.perf_counter() - began)
         del model
     again = statistics.median(seconds[1:])
-    return {"threads": threads, "first_gb_s": size / seconds[0] / 1e9, "gb_s": size / again / 1e9, "seconds": seconds}
+    return {"threads": way, "first_gb_s": size / seconds[0] / 1e9, "gb_s": size / again / 1e9, "seconds": seconds}
 
 
 def weight_bytes(folder: Path) -> int:
@@ -189,7 +190,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, help="where the checkpoint is written, and removed from")
     parser.add_argument("--checkpoint", type=Path, help="one that lies there, or is written there and kept")
     parser.add_argument(
-        "--threads", default="0", help="of the reader, several with commas; 0: as it chooses; empty: none"
+        "--threads", default="0", help="of the reader, with commas, 8m: over a mapping; 0: as it chooses; empty: skip"
     )
     parser.add_argument("--starts", type=int, default=2)
     parser.add_argument("--max-batch", type=int, default=64)
@@ -201,7 +202,7 @@ def main() -> None:
         print(json.dumps(start(args.folder, args.device, args.max_batch, args.born)))
     elif args.child == "load":
         check(args.folder, args.device)
-        print(json.dumps([load(args.folder, args.device, int(count)) for count in args.threads.split(",")]))
+        print(json.dumps([load(args.folder, args.device, way) for way in args.threads.split(",")]))
     else:
         measure(args)
 
@@ -221,7 +222,7 @@ def measure(args: argparse.Namespace) -> None:
         if args.threads:
             found["load"] = child(*options, "--child", "load", "--threads", args.threads)
         for row in found["load"]:
-            threads = row["threads"] or "default"
+            threads = "default" if row["threads"] == "0" else row["threads"]
             print(
                 f"{args.config}, {threads} threads: {row['gb_s']:.2f} GB/s, first {row['first_gb_s']:.2f}", flush=True
             )

@@ -15,6 +15,7 @@ import torch
 from bench_load import bytes_of, write_checkpoint
 from safetensors.torch import save_file
 
+from flowinfer.engine import card_reader
 from flowinfer.engine.card_reader import CardReader
 from flowinfer.engine.formats import read_tensors
 from flowinfer.engine.models import load_model
@@ -36,8 +37,9 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.fixture
-def weights(folder: Path) -> Iterator[Weights]:
+@pytest.fixture(params=[False, True], ids=["read", "mapped"])
+def weights(folder: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Weights]:
+    monkeypatch.setattr(card_reader, "MAPPED", request.param)
     with Weights(folder, dtype=torch.float32, device=DEVICE) as opened:
         opened._reader = CardReader(DEVICE, threads=3, chunk=512)  # many chunks a tensor
         yield opened
@@ -68,7 +70,9 @@ def test_what_does_not_fit_is_named(weights: Weights, name: str, shape: tuple[in
         weights.take(name, shape)
 
 
-def test_a_file_that_ends_too_early_is_named(tmp_path: Path) -> None:
+@pytest.mark.parametrize("mapped", [False, True])
+def test_a_file_that_ends_too_early_is_named(mapped: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(card_reader, "MAPPED", mapped)
     file = tmp_path / "short"
     file.write_bytes(bytes(1000))
     reader, out = CardReader(DEVICE, threads=2, chunk=256), torch.empty(300, device=DEVICE)
