@@ -10,6 +10,7 @@ import argparse
 import json
 import statistics
 from collections.abc import Callable
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +94,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--tokens", default="2048,8192,32768")
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--commit", default="", help="to be noted in the file")
     args = parser.parse_args()
     generator = torch.Generator(device=DEVICE).manual_seed(0)
     gate_up = torch.randn(EXPERTS, 2 * WIDTH, HIDDEN, device=DEVICE, generator=generator).div_(HIDDEN**0.5).to(BF16)
@@ -109,7 +111,8 @@ def main() -> None:
             flush=True,
         )
     if args.json:
-        args.json.write_text(json.dumps({"card": torch.cuda.get_device_name(), "results": found}, indent=1))
+        about = {"card": torch.cuda.get_device_name(), "date": datetime.now(UTC).isoformat(timespec="seconds")}
+        args.json.write_text(json.dumps(about | {"commit": args.commit, "results": found}, indent=1))
 
 
 if __name__ == "__main__":
