@@ -105,7 +105,7 @@ class Weights:
         from flowinfer.engine.models.deepseek_v4.quant import dequantize  # here: few checkpoints have scales
 
         codes, scale = self.scaled(name, self._info(name).shape, block)
-        return dequantize(codes, scale, block).to(self.dtype)
+        return dequantize(codes, scale, block, dtype=self.dtype)
 
     def settle(self) -> None:
         """What was taken into memory of the caller is there for all that is queued on the device from now on."""
