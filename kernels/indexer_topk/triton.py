@@ -33,7 +33,7 @@ def launch_choose(scores, rows, rate, chosen):
     _choose[(tokens,)](
         scores, rows.slots, rows.positions, chosen, scores.stride(0),
         RATE=rate, TOP=top, BT=triton.next_power_of_2(top), BLOCK=block, BITS=DIGIT,
-        num_warps=8 if block > 1024 else 4,
+        num_warps=4 if block <= 1024 else 8 if block <= 4096 else 16,
     )  # fmt: skip
 
 

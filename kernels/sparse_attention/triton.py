@@ -5,12 +5,18 @@ No product is fused with a sum: a compiler might do so in one form of the kernel
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 
 from flowinfer.kernels.sparse_attention import PROGRAMS, SPLIT_TILES, head_rows, num_splits, tile_keys
 
 LAUNCH: tuple[int, int] | None = None  # warps and stages, to try others
+PLACED_FROM = (
+    1 << 20
+)  # head sizes from which places of keys are looked up before: a tile's look-ups would hold up its keys
+_PLACES = 512  # places that a program looks up
+_PLACE_BYTES = 256 << 20  # that they take at most
 
 
 def launch(q, window, entries, rows, reach, rate, sinks, chosen, turn, parts, fixed, out):
@@ -33,14 +39,25 @@ def launch(q, window, entries, rows, reach, rate, sinks, chosen, turn, parts, fi
         "WINDOW_TILES": -(-reach // keys), "RATE": rate, "CHOSEN": chosen is not None, "ENTRIES": entries is not None,
         "TURNED": 0 if turn is None else 2 * cos.shape[1],
     }  # fmt: skip
+    width = (sizes["WINDOW_TILES"] + triton.cdiv(most, keys)) * keys
+    places = None
+    if size >= PLACED_FROM and tokens * width * 4 <= _PLACE_BYTES:
+        places = torch.empty(tokens, width, dtype=torch.int32, device=q.device)
     counts = (rows.slots, rows.positions, chosen, 0 if chosen is None else chosen.shape[1])
+    if places is not None:
+        _look_up[(tokens, triton.cdiv(width, _PLACES))](
+            *counts, rows.window_from, rows.block_tables, places, rows.block_tables.stride(0),
+            0 if chosen is None else chosen.stride(0), width,
+            REACH=reach, PAGE=rows.block_tokens, BLOCK=_PLACES,
+            **{name: sizes[name] for name in ("WINDOW_TILES", "BK", "RATE", "CHOSEN", "ENTRIES")}, num_warps=4,
+        )  # fmt: skip
     warps, stages = LAUNCH or (8 if size >= 256 else 4, 2)
     _attend[(tokens, head_tiles, splits if apart else 1)](
-        q, window, *counts, rows.window_from, rows.block_tables, sinks, cos, sin, sums, peaks, out,
+        q, window, *counts, rows.window_from, rows.block_tables, places, sinks, cos, sin, sums, peaks, out,
         q.stride(0), window.stride(0), rows.block_tables.stride(0), 0 if chosen is None else chosen.stride(0),
-        _between(window, entries), size**-0.5, splits,
-        REACH=reach, PAGE=rows.block_tokens, BH=block_h, SINKS=sinks is not None, PARTS=apart, FIXED=fixed,
-        **sizes,
+        _between(window, entries), width, size**-0.5, splits,
+        PLACED=places is not None, REACH=reach, PAGE=rows.block_tokens, BH=block_h, SINKS=sinks is not None,
+        PARTS=apart, FIXED=fixed, **sizes,
         num_warps=warps, num_stages=stages, enable_fp_fusion=False,
     )  # fmt: skip
     if apart:
@@ -97,34 +114,74 @@ def _finish(
 
 
 @triton.jit
+def _place(
+    position, low, count, table, chosen, first, k,
+    WINDOW_TILES: tl.constexpr, BK: tl.constexpr, REACH: tl.constexpr, PAGE: tl.constexpr, RATE: tl.constexpr,
+    CHOSEN: tl.constexpr, ENTRIES: tl.constexpr,
+):  # fmt: skip
+    """Of keys first + k: which are seen, their blocks, their rows in the section; those of the window come first."""
+    at = position - (REACH - 1) + first + k
+    seen = (at >= low) & (at <= position)
+    page = at // PAGE
+    row = at % PAGE
+    if ENTRIES:
+        entry = first + k - WINDOW_TILES * BK
+        in_window = entry < 0
+        there = (entry >= 0) & (entry < count)
+        number = entry
+        if CHOSEN:
+            number = tl.load(chosen + entry, mask=there, other=0)
+        EACH: tl.constexpr = PAGE // RATE
+        seen = tl.where(in_window, seen, there)
+        page = tl.where(in_window, page, number // EACH)
+        row = tl.where(in_window, row, number % EACH)
+    return seen, tl.load(table + page, mask=seen, other=0), row
+
+
+@triton.jit(do_not_specialize=["most", "table_stride", "chosen_stride", "width"])
+def _look_up(
+    slots, positions, chosen, most, window_from, tables, places, table_stride, chosen_stride, width,
+    REACH: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr, WINDOW_TILES: tl.constexpr, BK: tl.constexpr,
+    RATE: tl.constexpr, CHOSEN: tl.constexpr, ENTRIES: tl.constexpr,
+):  # fmt: skip
+    """Places of a token's keys: block * PAGE + row, -1 where none is seen."""
+    t = tl.program_id(0).to(tl.int64)
+    first = tl.program_id(1) * BLOCK
+    tiles, count = _num_tiles(slots, positions, chosen, most, chosen_stride, t, WINDOW_TILES, BK, RATE, CHOSEN, ENTRIES)
+    if first < tiles * BK:
+        k = tl.arange(0, BLOCK)
+        table = tables + tl.load(slots + t).to(tl.int64) * table_stride
+        own = chosen + t * chosen_stride if CHOSEN else chosen
+        seen, block, row = _place(
+            tl.load(positions + t), tl.maximum(tl.load(window_from + t), 0), count, table, own, first, k,
+            WINDOW_TILES, BK, REACH, PAGE, RATE, CHOSEN, ENTRIES,
+        )  # fmt: skip
+        tl.store(places + t * width + first + k, tl.where(seen, block * PAGE + row, -1), mask=first + k < width)
+
+
+@triton.jit
 def _split(
-    queries, window, table, chosen, first, end, position, low, count, factor, block_stride, between, peak, total,
+    queries, window, table, chosen, places, first, end, position, low, count, factor, block_stride, between,
+    peak, total,
     D: tl.constexpr, BD: tl.constexpr, BH: tl.constexpr, BK: tl.constexpr, WINDOW_TILES: tl.constexpr,
     REACH: tl.constexpr, PAGE: tl.constexpr, RATE: tl.constexpr, CHOSEN: tl.constexpr, ENTRIES: tl.constexpr,
+    PLACED: tl.constexpr,
 ):  # fmt: skip
     """Online softmax over tiles [first, end), first those of the window: sums, peaks and totals of the heads."""
     k = tl.arange(0, BK)
     d = tl.arange(0, BD)[None, :]
     acc = tl.zeros([BH, BD], tl.float32)
     for tile in range(first, end):
-        at = position - (REACH - 1) + tile * BK + k
-        seen = (at >= low) & (at <= position)
-        page = at // PAGE
-        row = at % PAGE
-        offset = tl.zeros([BK], tl.int64)
-        if ENTRIES:
-            in_window = tile < WINDOW_TILES
-            entry = (tile - WINDOW_TILES) * BK + k
-            there = (entry >= 0) & (entry < count)
-            number = entry
-            if CHOSEN:
-                number = tl.load(chosen + entry, mask=there, other=0)
-            EACH: tl.constexpr = PAGE // RATE
-            seen = tl.where(in_window, seen, there)
-            page = tl.where(in_window, page, number // EACH)
-            row = tl.where(in_window, row, number % EACH)
-            offset += tl.where(in_window, 0, between)
-        block = tl.load(table + page, mask=seen, other=0)
+        if PLACED:
+            place = tl.load(places + tile * BK + k)
+            seen = place >= 0
+            block = tl.maximum(place, 0) // PAGE
+            row = tl.maximum(place, 0) % PAGE
+        else:
+            seen, block, row = _place(
+                position, low, count, table, chosen, tile * BK, k, WINDOW_TILES, BK, REACH, PAGE, RATE, CHOSEN, ENTRIES
+            )  # fmt: skip
+        offset = tl.where(tile < WINDOW_TILES, 0, between)
         keys_at = window + (block.to(tl.int64) * block_stride + offset + row * D)[:, None] + d
         keys = tl.load(keys_at, mask=seen[:, None] & (d < D), other=0.0)
         scores = tl.dot(queries, tl.trans(keys), input_precision="ieee") * factor
@@ -138,14 +195,14 @@ def _split(
     return acc, peak, total
 
 
-@triton.jit(do_not_specialize=["most", "table_stride", "chosen_stride", "splits"])
+@triton.jit(do_not_specialize=["most", "table_stride", "chosen_stride", "splits", "width"])
 def _attend(
-    q, window, slots, positions, chosen, most, window_from, tables, sinks, cos, sin, sums, peaks, out,
-    q_stride, block_stride, table_stride, chosen_stride, between, scale, splits,
+    q, window, slots, positions, chosen, most, window_from, tables, places, sinks, cos, sin, sums, peaks, out,
+    q_stride, block_stride, table_stride, chosen_stride, between, width, scale, splits,
     N: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, SPLIT: tl.constexpr, WINDOW_TILES: tl.constexpr,
     BK: tl.constexpr, RATE: tl.constexpr, CHOSEN: tl.constexpr, ENTRIES: tl.constexpr, TURNED: tl.constexpr,
     REACH: tl.constexpr, PAGE: tl.constexpr, BH: tl.constexpr, SINKS: tl.constexpr, PARTS: tl.constexpr,
-    FIXED: tl.constexpr,
+    FIXED: tl.constexpr, PLACED: tl.constexpr,
 ):  # fmt: skip
     LOG2E: tl.constexpr = 1.4426950408889634
     t = tl.program_id(0).to(tl.int64)
@@ -164,6 +221,7 @@ def _attend(
         low = tl.maximum(tl.load(window_from + t), 0)
         table = tables + tl.load(slots + t).to(tl.int64) * table_stride
         own = chosen + t * chosen_stride if CHOSEN else chosen
+        mine_at = places + t * width if PLACED else places
         queries = tl.load(q + t * q_stride + h[:, None] * D + d, mask=mask, other=0.0)
         peak = tl.full([BH], float("-inf"), tl.float32)
         total = tl.zeros([BH], tl.float32)
@@ -175,9 +233,9 @@ def _attend(
         if PARTS or FIXED:
             end = tl.minimum(split * SPLIT + SPLIT, tiles)
         acc, peak, total = _split(
-            queries, window, table, own, split * SPLIT, end, position, low, count, scale * LOG2E, block_stride, between,
-            peak, total,
-            D, BD, BH, BK, WINDOW_TILES, REACH, PAGE, RATE, CHOSEN, ENTRIES,
+            queries, window, table, own, mine_at, split * SPLIT, end, position, low, count, scale * LOG2E,
+            block_stride, between, peak, total,
+            D, BD, BH, BK, WINDOW_TILES, REACH, PAGE, RATE, CHOSEN, ENTRIES, PLACED,
         )  # fmt: skip
         if PARTS:
             part = (t * splits + split) * N + h
@@ -187,10 +245,10 @@ def _attend(
         elif FIXED:  # a second sum beside the first: in full registers it costs time
             for s in range(1, mine):
                 next_acc, next_peak, next_total = _split(
-                    queries, window, table, own, s * SPLIT, tl.minimum(s * SPLIT + SPLIT, tiles), position, low, count,
-                    scale * LOG2E, block_stride, between, tl.full([BH], float("-inf"), tl.float32),
-                    tl.zeros([BH], tl.float32),
-                    D, BD, BH, BK, WINDOW_TILES, REACH, PAGE, RATE, CHOSEN, ENTRIES,
+                    queries, window, table, own, mine_at, s * SPLIT, tl.minimum(s * SPLIT + SPLIT, tiles),
+                    position, low, count, scale * LOG2E, block_stride, between,
+                    tl.full([BH], float("-inf"), tl.float32), tl.zeros([BH], tl.float32),
+                    D, BD, BH, BK, WINDOW_TILES, REACH, PAGE, RATE, CHOSEN, ENTRIES, PLACED,
                 )  # fmt: skip
                 acc, peak, total = _fold(acc, peak, total, next_acc, next_peak, next_total)
         if not PARTS:

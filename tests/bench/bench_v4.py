@@ -25,6 +25,7 @@ from flowinfer.engine.models.deepseek_v4 import load as loading
 from flowinfer.engine.step import StepInput
 from flowinfer.kernels.decode_attention import DecodeBatch, Scratch
 from flowinfer.kernels.indexer_topk import indexer_topk, indexer_topk_reference
+from flowinfer.kernels.indexer_topk import triton as indexer_kernel
 from flowinfer.kernels.sparse_attention import Parts, num_splits, sparse_attention, sparse_attention_reference
 from flowinfer.kernels.sparse_attention import triton as kernel
 from flowinfer.kernels.token_rows import TokenRows
@@ -34,7 +35,8 @@ BF16 = torch.bfloat16
 READ, MATMUL = 4.15e6, 770e6  # bytes and FLOPs a microsecond of an H200
 HEADS, SIZE, REACH, TOP = 64, 512, 128, 512
 INDEX_HEADS, INDEX_SIZE, PAGE = 64, 128, 128
-LAUNCHES = ((8, 2, 64), (4, 2, 64), (8, 3, 32), (4, 3, 32), (8, 2, 32))
+# Warps, stages, keys of a tile, and whether their places are looked up before.
+LAUNCHES = ((8, 2, 64, False), (8, 3, 64, True), (8, 5, 32, True), (8, 3, 32, True), (8, 2, 64, True))
 MODEL = "flowinfer-mini"
 
 
@@ -123,24 +125,28 @@ def kernels() -> list[dict[str, Any]]:
 
 
 def search() -> list[dict[str, Any]]:
-    """Attention of 32 sequences and of a prompt, by warps, stages and keys of a tile."""
+    """Attention of sequences and of a prompt, by warps, stages, keys of a tile, and where those are looked up."""
     found = []
-    keep = kernel.tile_keys
-    for warps, stages, keys in LAUNCHES:
-        kernel.LAUNCH, kernel.tile_keys = (warps, stages), lambda size, bytes_, keys=keys: keys
-        for tokens, sequences in ((32, 32), (512, 1)):
+    keep = kernel.LAUNCH, kernel.tile_keys, kernel.PLACED_FROM
+    for launch in LAUNCHES:
+        warps, stages, keys, placed = launch
+        kernel.LAUNCH, kernel.PLACED_FROM = (warps, stages), 0 if placed else 1 << 20
+        kernel.tile_keys = lambda size, bytes_, keys=keys: keys
+        for tokens, sequences in ((1, 1), (32, 32), (512, 1)):
             try:
                 one = time_attention(16_384, tokens, sequences, rate=4)
-                found.append(one | {"launch": (warps, stages, keys)})
-                print(
-                    (warps, stages, keys),
-                    tokens,
-                    f"{one['us']:.1f} us {one['share']:.2f} {one['error']:.1e}",
-                    flush=True,
-                )
+                found.append(one | {"launch": launch})
+                print(*launch, tokens, f"{one['us']:.1f} us {one['share']:.2f} {one['error']:.1e}", flush=True)
             except Exception as error:
-                print("skip", warps, stages, keys, str(error)[:80])
-    kernel.LAUNCH, kernel.tile_keys = None, keep
+                print("skip", *launch, str(error)[:80])
+    kernel.LAUNCH, kernel.tile_keys, kernel.PLACED_FROM = keep
+    at_once = indexer_kernel.AT_ONCE
+    for indexer_kernel.AT_ONCE in (4_096, 8_192, 16_384):
+        for tokens in (1, 32):
+            one = time_indexer(65_536, tokens, tokens)
+            found.append(one | {"at_once": indexer_kernel.AT_ONCE})
+            print("top-k", indexer_kernel.AT_ONCE, tokens, f"{one['us']:.1f} us {one['as_float64']}", flush=True)
+    indexer_kernel.AT_ONCE = at_once
     return found
 
 
@@ -223,10 +229,10 @@ def check() -> list[dict[str, Any]]:
             error = float((got - rows).norm() / rows.norm())
             same = sum(a == b for a, b in zip(ours, chosen, strict=True))
             found.append({"dtype": dtype, **options, "prompt": count, "error": error, "greedy_alike": f"{same}/16"})
+            print(found[-1], flush=True)
         if options:
             found.append(alike(run, tokens))
-    for one in found:
-        print({name: f"{value:.1e}" if isinstance(value, float) else value for name, value in one.items()}, flush=True)
+            print(found[-1], flush=True)
     return found
 
 

@@ -5,6 +5,7 @@ With FLOWINFER_TEST_DEVICE=cuda:0 the same tests run compiled on a card.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -48,6 +49,13 @@ def arena(rows: TokenRows, rate: int, size: int, dtype: torch.dtype) -> tuple[Te
     return window, numbers[:, page * size : -16].view(-1, page // rate, size)
 
 
+def place_keys(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Twice: places of keys looked up in the loop, and before it."""
+    for size in (1 << 20, 0):
+        monkeypatch.setattr(kernel, "PLACED_FROM", size)
+        yield
+
+
 CASES = [  # heads, size, reach, rate, top
     (3, 16, 20, 4, 9),
     (8, 24, 32, 4, 200),
@@ -58,7 +66,9 @@ CASES = [  # heads, size, reach, rate, top
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("heads", "size", "reach", "rate", "top"), CASES)
-def test_attention_is_right(heads: int, size: int, reach: int, rate: int, top: int, dtype: torch.dtype) -> None:
+def test_attention_is_right(
+    heads: int, size: int, reach: int, rate: int, top: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
     rows = token_rows([(0, 3), (250, 2), (31, 1)], page=32, padding=1)
     window, entries = arena(rows, rate or 4, size, dtype)
     q, sinks = random(len(rows.slots), heads, size, dtype=dtype, seed=2), random(heads, seed=3)
@@ -66,9 +76,13 @@ def test_attention_is_right(heads: int, size: int, reach: int, rate: int, top: i
     turn = Turn(angles.cos(), angles.sin())
     chosen = some_chosen(rows, rate, top) if top else None
     options: dict[str, Any] = {"reach": reach, "rate": rate}
-    got = sparse_attention(
-        q, window, entries if rate else None, rows, sinks_N=sinks, chosen_TK=chosen, turn=turn, **options
+    got, placed = (
+        sparse_attention(
+            q, window, entries if rate else None, rows, sinks_N=sinks, chosen_TK=chosen, turn=turn, **options
+        )
+        for _ in place_keys(monkeypatch)
     )
+    assert torch.equal(placed, got), "places that are looked up before are the same"
     want = sparse_attention_reference(
         q.double().cpu(), window.double().cpu(), entries.double().cpu() if rate else None, wide(rows),
         sinks_N=sinks.double().cpu(), chosen_TK=None if chosen is None else chosen.cpu(),
