@@ -59,6 +59,7 @@ TABLE: tuple[Needs, ...] = (
     Needs("verify_attention", (8, 0), _FLOATS, "prefill_attention, a launch at a time, and a wait for the host"),
     Needs("verify", (8, 0), _FLOATS, "spec-verify counts drafts that hold on the host"),
     Needs("ngram", (8, 0), _FLOATS, "spec-verify looks drafts up on the host"),
+    Needs("rejection", (8, 0), ("float32", "float64"), "engine.sampling.rejection, in torch"),
     Needs("dequantize", (8, 0), _FLOATS, "a table look-up and a product in float32"),
     Needs(
         "copy_blocks",

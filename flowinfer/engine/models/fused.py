@@ -37,7 +37,7 @@ from flowinfer.kernels.verify_attention import make_scratch, verify_attention
 FEW_ROWS = 16  # rows up to which skinny_linear beats cuBLAS by up to a tenth on products as long as the hidden size
 OWN_ROWS = 512  # whole prompts of at least so many tokens attend by torch's kernel: it reads no pages
 
-_OTHERS = ("fp8_linear", "fp8_experts", "grouped_experts")  # what these models do without
+_OTHERS = ("fp8_linear", "fp8_experts", "grouped_experts", "rejection")  # what these models do without
 _OPS = tuple(needs.op for needs in arch.TABLE if needs.triton and needs.op not in _OTHERS)
 
 
