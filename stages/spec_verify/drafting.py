@@ -59,11 +59,17 @@ class Drafting:
         self._is_ahead, self._is_due = False, False  # the last step ran ahead of the host; a look waits for that to end
         self._landed_at = 0.0  # when the last step did that ran ahead
         self.looks_up = bool(ngram) and batch.overlaps and self.max_drafts > 0
-        batch.drafting = self.max_drafts > 0 and not self.looks_up
-        batch.feature_layers = drafter.needs_features if drafter else ()
-        batch.plan = DraftPlan(self.max_drafts, ngram if self.looks_up else None, batch.feature_layers)
-        batch.most_drafts[:] = 0
-        batch.replan()
+        layers = drafter.needs_features if drafter else ()
+        self.plan = DraftPlan(self.max_drafts, ngram if self.looks_up else None, layers)
+        self.lead()
+
+    def lead(self) -> None:
+        """The batch is drafted for in this way from now on."""
+        self.batch.drafting = self.max_drafts > 0 and not self.looks_up
+        self.batch.feature_layers = self.plan.feature_layers
+        self.batch.plan = self.plan
+        self.batch.most_drafts[:] = 0
+        self.batch.replan()
 
     def join(self, slot: int, progress: Progress | None = None) -> None:
         """Takes up the sequence that now runs in this slot. progress: what another worker learned of it."""

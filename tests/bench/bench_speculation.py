@@ -197,9 +197,8 @@ class Bench:
             self.verify._draft_by(config, make_drafter(config, batch))
             self.known[name] = self.verify.drafting
             self.known[name].counters = Tally()
-        drafting = self.verify.drafting = self.known[name]
-        batch.drafting = drafting.max_drafts > 0
-        batch.feature_layers = drafting.drafter.needs_features if drafting.drafter else ()
+        self.verify.drafting = self.known[name]
+        self.verify.drafting.lead()
 
     def prompts(self, kinds: Sequence[str], count: int, first: int = 0) -> list[Any]:
         """So many of these kinds in turn, from number `first` on; those that come again begin with other words."""
