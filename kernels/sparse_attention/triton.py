@@ -12,9 +12,7 @@ import triton.language as tl
 from flowinfer.kernels.sparse_attention import PROGRAMS, SPLIT_TILES, head_rows, num_splits, tile_keys
 
 LAUNCH: tuple[int, int] | None = None  # warps and stages, to try others
-PLACED_FROM = (
-    1 << 20
-)  # head sizes from which places of keys are looked up before: a tile's look-ups would hold up its keys
+PLACED_FROM = 1 << 20  # head sizes from which places of keys are looked up before: look-ups may hold up a tile's keys
 _PLACES = 512  # places that a program looks up
 _PLACE_BYTES = 256 << 20  # that they take at most
 
