@@ -16,6 +16,17 @@ MIN_CHUNK = (
     16  # tokens that a step runs even where none would fit: a budget set too low slows prompts, never stops them
 )
 
+AUTO_S, MOST_AUTO_S = 0.05, 0.5  # between which `auto` chooses the longest time of a step
+
+
+def auto_budget(fixed_s: float, *, decoding: bool) -> float:
+    """Seconds of a step at most, where one without tokens would take fixed_s.
+
+    That is then a tenth of a step at most, and a fortieth while no sequence decodes on the device, so that only other
+    prompts wait for the step's end.
+    """
+    return min(max(AUTO_S, (10 if decoding else 40) * fixed_s), MOST_AUTO_S)
+
 
 class CostModel(Protocol):
     """What is asked of engine.cost.StepTimeModel."""

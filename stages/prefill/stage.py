@@ -31,6 +31,7 @@ from flowinfer.message import (
 )
 from flowinfer.observe import metrics
 from flowinfer.stage import Contract, ModelUse, Stage, StageConfig, setting
+from flowinfer.stages.prefill.policy import auto_budget
 from flowinfer.units import Duration, TokenCount
 
 if TYPE_CHECKING:
@@ -42,18 +43,8 @@ _RETRY_S = (
     0.005  # how soon a prompt that found no credit or no block asks again; a freed block isn't an event of its own
 )
 
-_AUTO_S, _MOST_AUTO_S = 0.05, 0.5  # between which `auto` chooses the longest time of a step
 _RECALLED = 8  # requests whose blocks one worker is asked to copy at once: a copy of one costs it milliseconds
 _RECALL_S = 0.05
-
-
-def auto_budget(fixed_s: float, *, decoding: bool) -> float:
-    """Seconds of a step at most, where one without tokens would take fixed_s.
-
-    That is then a tenth of a step at most, and a thirtieth while no sequence decodes on the device, so that only other
-    prompts wait for the step's end.
-    """
-    return min(max(_AUTO_S, (10 if decoding else 30) * fixed_s), _MOST_AUTO_S)
 
 
 class Prefill(Stage):
@@ -69,9 +60,10 @@ class Prefill(Stage):
         in a byte each, on a GPU.
 
         step_budget: longest time that one step may keep the device; auto: 50ms, or where that is more, ten times what a
-        step costs however short (thirty times while nothing decodes on the device), 500ms at most.  token_budget: a fixed number
-        of tokens a step instead, for comparison.  max_prompts: prompts being computed at once.  wait: longest wait for
-        KV blocks.  pin_timeout: longest wait for another worker's cached prefix before it is computed again.
+        step costs however short (forty times while nothing decodes on the device), 500ms at most.
+        token_budget: a fixed number of tokens a step instead, for comparison.  max_prompts: prompts being computed at
+        once.  wait: longest wait for KV blocks.  pin_timeout: longest wait for another worker's cached prefix before it
+        is computed again.
         """
 
         model: str = setting("", change="cold")
@@ -332,7 +324,8 @@ class Prefill(Stage):
         wanted = self.config.step_budget
         if wanted != "auto":
             return wanted
-        return auto_budget(self.engine.cost.coefficients[0], decoding=self.ctx.worker in self.sent.values())
+        own = (held.lessee is None and id not in self.prompts for id, held in self.engine.held.items())
+        return auto_budget(self.engine.cost.coefficients[0], decoding=any(own))
 
     def _is_scored(self, run: Run) -> bool:
         return self.prompts[run.held.id].sampling.prompt_logprobs is not None

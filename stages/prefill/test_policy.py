@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flowinfer.engine.cost import StepTimeModel
-from flowinfer.stages.prefill.policy import MIN_CHUNK, Chunk, PrefillScheduler
+from flowinfer.stages.prefill.policy import AUTO_S, MIN_CHUNK, MOST_AUTO_S, Chunk, PrefillScheduler, auto_budget
 
 COST = StepTimeModel((2e-3, 2e-4, 5e-9))  # a 50 ms step holds 240 tokens without context
 BUDGET = 0.05
@@ -203,3 +203,11 @@ def p99_wait_of_short_prompts(*, by_bucket: bool) -> float:
 
 def test_buckets_cut_the_p99_wait_of_short_prompts_to_a_fifth_under_a_mix_with_huge_ones() -> None:
     assert p99_wait_of_short_prompts(by_bucket=True) < p99_wait_of_short_prompts(by_bucket=False) / 5
+
+
+@given(fixed_s=st.floats(0, 1), decoding=st.booleans())
+def test_auto_keeps_beginnings_a_small_part_of_a_step(fixed_s: float, decoding: bool) -> None:
+    budget = auto_budget(fixed_s, decoding=decoding)
+    assert AUTO_S <= budget <= MOST_AUTO_S
+    assert fixed_s <= budget / (10 if decoding else 40) * 1.0001 or budget == MOST_AUTO_S
+    assert auto_budget(fixed_s, decoding=True) <= auto_budget(fixed_s, decoding=False)
