@@ -137,12 +137,12 @@ def make_schedule(config: SpecVerify.Config, batch: Batch, *, may_measure: bool)
 
 
 def _step_times(config: SpecVerify.Config, batch: Batch, *, may_measure: bool) -> StepTable:
-    from flowinfer.engine import hub
+    from flowinfer.folders import cache_dir
     from flowinfer.stages.spec_verify import profile
 
     most = batch.max_slots * (1 + min(config.tokens, batch.max_drafts))
     if may_measure:
-        return profile.step_table(_engine(batch), most, hub.cache_dir() / "step_times")
+        return profile.step_table(_engine(batch), most, cache_dir() / "step_times")
     return profile.guessed_table(_engine(batch), most)
 
 
