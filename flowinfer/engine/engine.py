@@ -298,6 +298,7 @@ class Engine:
             positions = np.repeat(kv_lens - counts, counts) + within
             pairs = int(positions.sum()) + len(tokens)
         device = self.model.device
+        clock = _DeviceClock(device) if device.type == "cuda" else None
         step = StepInput(
             tokens=torch.from_numpy(tokens.astype(np.int64)).to(device),
             positions=torch.from_numpy(positions).to(device),
@@ -310,12 +311,11 @@ class Engine:
         )
         with torch.inference_mode():
             logits = self.model.forward(step, self.kv)
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)  # the step budget is about the device's time, not about starting its work
+        seconds = clock.stop() if clock is not None else time.perf_counter() - began
         if self.expert_load is not None:
             self.expert_load.end_step(phase)
-        self.last_step = (len(tokens), pairs, time.perf_counter() - began)
-        self.busy_s += self.last_step[2]
+        self.last_step = (len(tokens), pairs, seconds)
+        self.busy_s += time.perf_counter() - began
         return logits
 
     def decode_graphs(self, batch: Batch) -> DecodeGraphs | None:
@@ -421,6 +421,21 @@ class Engine:
             held.lessee = None
             if not any(goes_on(held.id) for goes_on in self.on_lessee_lost):
                 self._end_lease(held)
+
+
+class _DeviceClock:
+    """Times what is queued on a card from here on, without the decode steps that are still in flight before it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.current_stream(device)
+        self._started, self._ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        self._started.record(self._stream)
+
+    def stop(self) -> float:
+        """Seconds, once all of it is done: a step budget is about the device's time, not about starting its work."""
+        self._ended.record(self._stream)
+        self._ended.synchronize()
+        return float(self._started.elapsed_time(self._ended)) / 1e3
 
 
 def _replays(runs: Sequence[Run]) -> Replays | None:

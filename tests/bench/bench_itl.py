@@ -86,15 +86,10 @@ class Load:
             self.service.group.turn()
 
 
-def measure(load: Load, budget_ms: float | None, args: argparse.Namespace) -> dict[str, Any]:
+def measure(load: Load, streams: list[str], budget_ms: float | None, args: argparse.Namespace) -> dict[str, Any]:
     """Gaps without and with prompts, and how long prompts take, at one budget; None: a prompt a step."""
-    prefill = load.service.group.by_name["prefill"].stage
-    changed = {"step_budget": (budget_ms or 0) / 1e3, "token_budget": None if budget_ms else args.prompt}
-    prefill.config = prefill.config.model_copy(update=changed)
-    prefill.reconfigure(prefill.config)  # type: ignore[attr-defined]
-    load.times.clear()
-    streams = load.start_streams(args.streams, args.context, args.room)
-    load.prompts(2, args.prompt)  # the step-time model learns
+    set_budget(load.service, budget_ms, args.prompt)
+    load.prompts(1, args.prompt)  # the step-time model learns
     quiet_from = time.perf_counter()
     mark = {id: len(load.times[id]) for id in streams}
     load.turn_until(lambda: all(len(load.times[id]) >= mark[id] + args.steps for id in streams))
@@ -102,7 +97,6 @@ def measure(load: Load, budget_ms: float | None, args: argparse.Namespace) -> di
     waits = load.prompts(args.prompts, args.prompt)
     ended = time.perf_counter()
     alone, during = load.gaps(streams, quiet_from, began), load.gaps(streams, began, ended)
-    load.stop(streams)
     if not during.size:
         during = np.array([(ended - began) * 1e3])  # not one token came meanwhile
     step, (p50, p99) = float(np.median(alone)), np.percentile(during, (50, 99))
@@ -112,6 +106,14 @@ def measure(load: Load, budget_ms: float | None, args: argparse.Namespace) -> di
         "ttft_s": float(np.median(waits)), "prefill_tokens_s": args.prompts * args.prompt / (ended - began),
         "decode_tokens_s": during.size / (ended - began),
     }  # fmt: skip
+
+
+def set_budget(service: EngineService, budget_ms: float | None, prompt: int) -> None:
+    """For the next steps of prefill; None: a whole prompt a step."""
+    prefill = service.group.by_name["prefill"].stage
+    changed = {"step_budget": (budget_ms or 50) / 1e3, "token_budget": None if budget_ms else prompt}
+    prefill.config = prefill.config.model_copy(update=changed)
+    prefill.reconfigure(prefill.config)  # type: ignore[attr-defined]
 
 
 def line(row: dict[str, Any]) -> str:
@@ -152,10 +154,12 @@ def main() -> None:
     heads = ("budget", "decode step", "p50 ms", "p99 ms", "most ms", "bar ms", "TTFT s", "prefill t/s", "decode t/s")
     print("{:>8} {:>12} {:>8} {:>8} {:>8} {:>8} {:>8} {:>12} {:>10}".format(*heads), flush=True)
     load.prompts(2, args.prompt)  # warms caches of kernels and memory
+    streams = load.start_streams(args.streams, args.context, args.room)
     rows = []
     for budget in (float(text) for text in args.budgets.split(",")):
-        rows.append(measure(load, budget or None, args))
+        rows.append(measure(load, streams, budget or None, args))
         print(line(rows[-1]), flush=True)
+    load.stop(streams)
     service.close()
     if args.json:
         found = {"config": args.config, "device": name, "streams": args.streams, "context": args.context}
