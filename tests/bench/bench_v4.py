@@ -23,6 +23,7 @@ from flowinfer.engine import hub
 from flowinfer.engine.models import load_model
 from flowinfer.engine.models.deepseek_v4 import load as loading
 from flowinfer.engine.step import StepInput
+from flowinfer.kernels import sparse_attention as module
 from flowinfer.kernels.decode_attention import DecodeBatch, Scratch
 from flowinfer.kernels.indexer_topk import indexer_topk, indexer_topk_reference
 from flowinfer.kernels.indexer_topk import triton as indexer_kernel
@@ -35,8 +36,8 @@ BF16 = torch.bfloat16
 READ, MATMUL = 4.15e6, 770e6  # bytes and FLOPs a microsecond of an H200
 HEADS, SIZE, REACH, TOP = 64, 512, 128, 512
 INDEX_HEADS, INDEX_SIZE, PAGE = 64, 128, 128
-# Warps, stages, keys of a tile, and whether their places are looked up before.
-LAUNCHES = ((8, 2, 64, False), (8, 3, 64, True), (8, 5, 32, True), (8, 3, 32, True), (8, 2, 64, True))
+# Warps, stages, keys of a tile, tiles of a split, and whether places of keys are looked up before.
+LAUNCHES = ((8, 2, 64, 2, False), (8, 3, 64, 2, True), (8, 5, 32, 4, True), (8, 5, 32, 8, True), (8, 3, 64, 4, True))
 MODEL = "flowinfer-mini"
 
 
@@ -127,9 +128,10 @@ def kernels() -> list[dict[str, Any]]:
 def search() -> list[dict[str, Any]]:
     """Attention of sequences and of a prompt, by warps, stages, keys of a tile, and where those are looked up."""
     found = []
-    keep = kernel.LAUNCH, kernel.tile_keys, kernel.PLACED_FROM
+    keep = kernel.LAUNCH, kernel.tile_keys, kernel.PLACED_FROM, module.SPLIT_TILES
     for launch in LAUNCHES:
-        warps, stages, keys, placed = launch
+        warps, stages, keys, tiles, placed = launch
+        module.SPLIT_TILES = kernel.SPLIT_TILES = tiles
         kernel.LAUNCH, kernel.PLACED_FROM = (warps, stages), 0 if placed else 1 << 20
         kernel.tile_keys = lambda size, bytes_, keys=keys: keys
         for tokens, sequences in ((1, 1), (32, 32), (512, 1)):
@@ -139,7 +141,8 @@ def search() -> list[dict[str, Any]]:
                 print(*launch, tokens, f"{one['us']:.1f} us {one['share']:.2f} {one['error']:.1e}", flush=True)
             except Exception as error:
                 print("skip", *launch, str(error)[:80])
-    kernel.LAUNCH, kernel.tile_keys, kernel.PLACED_FROM = keep
+    kernel.LAUNCH, kernel.tile_keys, kernel.PLACED_FROM, module.SPLIT_TILES = keep
+    kernel.SPLIT_TILES = module.SPLIT_TILES
     at_once = indexer_kernel.AT_ONCE
     for indexer_kernel.AT_ONCE in (4_096, 8_192, 16_384):
         for tokens in (1, 32):
