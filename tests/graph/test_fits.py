@@ -80,10 +80,13 @@ def test_a_draft_model_must_be_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("draft", "device", "said"), [("ngram", "cuda:0", True), ("none", "cuda:0", False), ("ngram", "cpu", False)]
+    ("draft", "device", "said"),
+    [("suffix", "cuda:0", True), ("ngram", "cuda:0", False), ("none", "cuda:0", False), ("suffix", "cpu", False)],
 )
-def test_check_says_that_drafts_keep_steps_on_a_gpu_from_overlapping(draft: str, device: str, said: bool) -> None:
+def test_check_says_that_drafts_of_the_host_keep_steps_on_a_gpu_from_running_ahead(
+    draft: str, device: str, said: bool
+) -> None:
     sets = [f"--set=stages.verify.with.draft={draft}", f"--set=workers.engine.device={device}"]
     result = CliRunner().invoke(main, ["check", str(FILE), *sets])
     assert result.exit_code == 0, result.output
-    assert ("don't overlap" in result.output) == said
+    assert ("don't run ahead" in result.output) == said
