@@ -22,8 +22,9 @@ LENGTHS = (7, 60, 131, 260, 700)
 
 
 def prompts() -> list[np.ndarray[Any, np.dtype[np.int32]]]:
+    """Each says the same twice, so that look-ups find drafts."""
     made = np.random.default_rng(3)
-    return [made.integers(10, 8_000, length).astype(np.int32) for length in LENGTHS]
+    return [np.tile(made.integers(10, 8_000, length // 2 + 1), 2)[:length].astype(np.int32) for length in LENGTHS]
 
 
 def answers(device: str, *, together: bool, chunk: int = 512, **options: Any) -> list[list[int]]:
@@ -43,6 +44,11 @@ def answers(device: str, *, together: bool, chunk: int = 512, **options: Any) ->
 
 def test_its_answers_are_those_of_the_cpu() -> None:
     assert answers("cuda:0", together=True) == answers("cpu", together=False)
+
+
+def test_drafts_change_no_answer() -> None:
+    drafting = {"draft": "ngram", "tokens": 3, "schedule": "fixed", "ngram_min": 1}
+    assert answers("cuda:0", together=True, verify=drafting) == answers("cuda:0", together=True)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
