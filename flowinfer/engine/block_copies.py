@@ -9,7 +9,7 @@ from torch import Tensor
 from flowinfer.kernels import arch
 from flowinfer.message import Ids
 
-PACKED_BYTES = 512 << 10  # of a block below which its copies cost more than they move: 10 us at 50 GB/s
+PACKED_BYTES = 1 << 20  # of a block: below it packing wins on an H200 (16 KB 2x, 64 KB 2.8x, 240 KB 2.2x, 960 KB 1.07x)
 
 
 class BlockCopies:
