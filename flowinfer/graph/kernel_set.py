@@ -11,7 +11,7 @@ from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-FORMAT = 1  # raised by hand when the arithmetic of the mode changes
+FORMAT = 2  # raised by hand when the arithmetic of the mode changes
 _CPU = Path("/proc/cpuinfo")
 _GPUS = Path("/proc/driver/nvidia/gpus")
 _SETS = re.compile(r"(?:avx|amx|fma|sse4|f16c)\w*")
@@ -20,7 +20,7 @@ _SETS = re.compile(r"(?:avx|amx|fma|sse4|f16c)\w*")
 @cache
 def kernel_set(device: str) -> str:
     """A name of at most 40 characters: device type, torch, and a digest of all that may change how sums are rounded."""
-    parts = [str(FORMAT), device, _version("torch"), _version("triton") if device == "cuda" else ""]
+    parts = [str(FORMAT), device, _version("torch"), _version("triton" if device == "cuda" else "numba")]
     parts.append(_gpus() if device == "cuda" else _cpu())
     digest = hashlib.sha256("\n".join(parts).encode()).hexdigest()[:12]
     return f"invariant {device} torch {parts[2].partition('+')[0]} {digest}"

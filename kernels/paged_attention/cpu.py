@@ -41,9 +41,10 @@ from flowinfer.kernels.loops import (
 )
 from flowinfer.kernels.rope import Heads
 
-FEW_ROWS = 48  # query rows of a kv head up to which a sequence counts as one with few
+FEW_ROWS = 48  # query rows of a kv head up to which a sequence counts as one with few; one query may have more
 TILE_ROWS = 768  # of a tile: its scores over 2,048 keys are 3 MB in bfloat16
 Int32s = npt.NDArray[np.int32]
+Int64s = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,13 +75,23 @@ class Plan:
     chunks: tuple[Chunk, ...]
 
 
-def plan_pages(query_starts: Int32s, kv_lens: Int32s, block_tables: Int32s, heads: Heads, kv: Tensor) -> Plan:
-    """Arguments as in StepInput; kv the arena [blocks, layers, 2, K, block_tokens, D]."""
+def plan_pages(
+    query_starts: Int32s,
+    kv_lens: Int32s,
+    block_tables: Int32s,
+    heads: Heads,
+    kv: Tensor,
+    *,
+    invariant: bool = False,
+) -> Plan:
+    """Arguments as in StepInput; kv the arena [blocks, layers, 2, K, block_tokens, D].
+
+    invariant: all queries go the first way, some at a time, so that a row's bytes never depend on its chunk.
+    """
     counts = np.diff(query_starts)
-    group = heads.num_heads // heads.num_kv_heads
-    is_few = (counts > 0) & (counts * group <= FEW_ROWS)
-    few = np.flatnonzero(is_few)
-    rows = np.stack((query_starts[few], counts[few], kv_lens[few], few), 1).astype(np.int32)
+    most = max(1, FEW_ROWS // (heads.num_heads // heads.num_kv_heads))
+    is_few = (counts > 0) & (invariant | (counts <= most))
+    few = _in_parts(query_starts[:-1], counts, kv_lens, np.flatnonzero(is_few), most)
     chunks = tuple(
         Chunk(
             int(query_starts[s]),
@@ -91,9 +102,18 @@ def plan_pages(query_starts: Int32s, kv_lens: Int32s, block_tables: Int32s, head
         for s in np.flatnonzero(~is_few & (counts > 0))
     )
     tables = torch.from_numpy(np.ascontiguousarray(block_tables, np.int32))
-    parts = torch.from_numpy(_parts(kv_lens[few], heads.num_kv_heads, torch.get_num_threads()))
-    keys = 2 * heads.num_kv_heads * int(kv_lens[few].sum())
-    return Plan(torch.from_numpy(rows) if len(few) else None, keys, parts, tables, chunks)
+    parts = torch.from_numpy(_parts(few[:, 2], heads.num_kv_heads, torch.get_num_threads()))
+    keys = 2 * heads.num_kv_heads * int(few[:, 2].sum())
+    return Plan(torch.from_numpy(few) if len(few) else None, keys, parts, tables, chunks)
+
+
+def _in_parts(starts: Int32s, counts: Int32s, kv_lens: Int32s, members: Int64s, most: int) -> Int32s:
+    """Rows of Plan.few: the queries of each member, at most `most` a row."""
+    pieces = -(-counts[members] // most)
+    s = np.repeat(members, pieces)
+    first = (np.arange(len(s)) - np.repeat(np.cumsum(pieces) - pieces, pieces)) * most
+    taken = np.minimum(counts[s] - first, most)
+    return np.stack((starts[s] + first, taken, kv_lens[s] - counts[s] + first + taken, s), 1).astype(np.int32)
 
 
 def _pages(blocks: Int32s, kv: Tensor) -> Tensor:
@@ -116,7 +136,7 @@ def attend(queries: Tensor, kv: Tensor, layer: int, plan: Plan) -> Tensor:
     out = queries.new_empty(tokens, k * group * d)
     if plan.few is not None:
         block_tokens = kv.shape[4]
-        most = FEW_ROWS
+        most = max(FEW_ROWS, group)
         room, apart = scratch(2 * block_tokens * d + most * (2 * d + block_tokens + 2))
         _attend_few(
             queries, kv, out, plan.few, plan.parts, plan.tables, room, apart,

@@ -16,6 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from flowinfer.engine import hub
+from flowinfer.engine.models import load
 from flowinfer.engine.models.invariant import Invariance, RowsLinear, plain_silu, prove_rows
 from flowinfer.engine.models.linear import Linear
 from flowinfer.engine.models.named import RANDOM
@@ -42,6 +43,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "Qwen3MoeForCausalLM": EXPERTS,
     "MixtralForCausalLM": {"num_local_experts": 4, "num_experts_per_tok": 2},
 }
+COMPILED = [f"{name} compiled" for name in ("LlamaForCausalLM", "Qwen3ForCausalLM", "MixtralForCausalLM")]
 BLOCKS = 48
 
 
@@ -73,9 +75,15 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], Ru
 
 
 def runner(models: dict[tuple[str, str], Runner], root: Path, name: str, dtype: str) -> Runner:
+    """Of names that end in "compiled": by compiled loops, however small the model is."""
     if (name, dtype) not in models:
-        folder = hub.resolve(name) if name == "flowinfer-mini" else folder_of(root, name)
-        models[name, dtype] = make(folder, dtype)
+        architecture, _, compiled = name.partition(" ")
+        folder = hub.resolve(name) if name == "flowinfer-mini" else folder_of(root, architecture)
+        with pytest.MonkeyPatch.context() as patch:
+            if compiled:
+                patch.setattr(load, "COMPILED_FROM", 0)
+            models[name, dtype] = make(folder, dtype)
+        assert type(models[name, dtype].model).__name__ == "CompiledModel" or not compiled
     return models[name, dtype]
 
 
@@ -103,7 +111,7 @@ def schedules(draw: st.DrawFn) -> tuple[list[int], list[list[tuple[int, int]]]]:
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-@pytest.mark.parametrize("name", [*FAMILIES, pytest.param("flowinfer-mini", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", [*FAMILIES, *COMPILED, pytest.param("flowinfer-mini", marks=pytest.mark.slow)])
 @settings(max_examples=3, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(plan=schedules())
 def test_bytes_are_the_same_in_any_batch_and_any_chunks(

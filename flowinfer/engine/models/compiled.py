@@ -2,7 +2,7 @@
 
 A layer is sum and norm, q/k/v, rotation with KV write, attention over the pages, output, sum and norm, gate and up,
 activation, down. The products are oneDNN's, or those of quantized weights. `decoder.Model` is the same in plain torch:
-it runs where numba is missing, and in the batch-invariant mode. Imports numba.
+it runs where numba is missing. Imports numba.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from flowinfer.engine.models.config import ModelConfig
 from flowinfer.engine.models.decoder import Layer, Model
+from flowinfer.engine.models.invariant import Invariance
 from flowinfer.engine.models.moe import GatedFFN
 from flowinfer.engine.models.rope import Rope
 from flowinfer.engine.step import StepInput, blocks_of_tokens
@@ -43,7 +44,8 @@ class CompiledModel(Model):
         kv = kv.view(*kv.shape[:3], self._heads_of.num_kv_heads, -1, self._heads_of.head_dim)
         counts = step.query_starts[1:] - step.query_starts[:-1]
         blocks = torch.from_numpy(blocks_of_tokens(step, counts, kv.shape[4]))
-        plan = plan_pages(step.query_starts, step.kv_lens, step.block_tables, self._heads_of, kv)
+        invariant = self.invariance is not None
+        plan = plan_pages(step.query_starts, step.kv_lens, step.block_tables, self._heads_of, kv, invariant=invariant)
         x, delta = F.embedding(step.tokens, self._embed_VH), None
         for index, layer in enumerate(self._layers):
             first_norm_H, second_norm_H = self._norms[index]
@@ -62,6 +64,10 @@ class CompiledModel(Model):
         rows = x[step.logit_rows]
         delta = delta[step.logit_rows] if delta is not None else None
         return self._logits(rms_norm(rows, self._last_norm_H, eps, delta=delta)[1])
+
+    def keep_invariant(self, invariance: Invariance) -> None:
+        """As Model.keep_invariant: the loops treat each row by itself, so there is nothing of attention to prove."""
+        self.invariance = invariance
 
     def _feed_forward(self, layer: Layer, normed: Tensor) -> Tensor:
         if isinstance(layer.ffn, GatedFFN):

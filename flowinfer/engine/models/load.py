@@ -122,7 +122,7 @@ class _Loader:
 
             kind = Fp8Model if has_fp8(layers) else FusedModel if self.invariance is None else InvariantModel
             return kind(config, embed_VH, layers, norm_H, head_VH, rope)
-        if self.invariance is None and _pays_to_compile(config, weights.device, weights.dtype):
+        if _pays_to_compile(config, weights.device, weights.dtype):
             from flowinfer.engine.models.compiled import CompiledModel
 
             return CompiledModel(config, embed_VH, layers, norm_H, head_VH, rope)
