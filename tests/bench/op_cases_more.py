@@ -14,6 +14,7 @@ from flowinfer.kernels.experts import route
 from flowinfer.kernels.fp8_experts import fp8_experts
 from flowinfer.kernels.fp8_linear import Fp8Weight, fp8_linear
 from flowinfer.kernels.ngram import look_up, lookup_scratch
+from flowinfer.kernels.rejection import reject
 from flowinfer.kernels.verify import Drafted, Rows, advance_verified, spread_rows, verdict_width
 from flowinfer.kernels.verify_attention import make_scratch, verify_attention
 
@@ -70,6 +71,18 @@ def ngram(s: Shape) -> Iterator[Case]:
         for h in histories
     ]
     yield Case(f"{s.batch} histories of {positions}", calls, size)
+
+
+@case
+def rejection(s: Shape) -> Iterator[Case]:
+    def rows(count: int) -> torch.Tensor:
+        return torch.randn(s.batch, count, s.vocab, device=s.device).softmax(-1)
+
+    p, q = rows(1 + DRAFTS), rows(DRAFTS)
+    drafts = torch.randint(0, s.vocab, (s.batch, DRAFTS), device=s.device)
+    uniforms = torch.rand(s.batch, 1 + DRAFTS, device=s.device)
+    call: Call = lambda: reject(p, q, drafts, uniforms)  # noqa: E731
+    yield Case(f"{s.batch} x {DRAFTS} drafts of {s.vocab}", [call], 2 * 4 * s.batch * s.vocab)
 
 
 def _fp8(s: Shape, *shape: int) -> Fp8Weight:
