@@ -1,10 +1,11 @@
 """The two products of an expert layer for many rows, in the CuTe DSL of CUTLASS, for Hopper.
 
 A persistent grid walks tiles of 128 rows by 256 columns. One warpgroup brings operands into a ring in shared memory,
-two multiply (wgmma), each 64 rows of a tile. The first product picks its rows by token as it loads them (cp.async; the
+two multiply (wgmma), each 64 rows of a tile. The gated product picks its rows by token as it loads them (cp.async; the
 copy engine can't gather on this card) and multiplies 128 gate columns and their 128 up columns in one tile, so that a
-thread holds both numbers of silu(gate) * up and only half of the columns leave. The second one loads rows as they lie.
-Rows of each expert start at a multiple of a block (`block_rows`), so that no tile has rows of two experts.
+thread holds both numbers of silu(gate) * up, and only half of the columns leave. The other one loads rows as they lie.
+Two programs of a cluster take neighbouring rows and share the loads of weights, where those are of one expert. A tile
+leaves while the next one multiplies: until then a thread keeps its sums as bf16, as torch's product gives them.
 """
 
 from __future__ import annotations
@@ -12,376 +13,299 @@ from __future__ import annotations
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Float32, Int32, Int64
+from cutlass import BFloat16, Float32, Int16, Int32, Int64, const_expr, range_constexpr
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
 from cutlass.cute.runtime import make_ptr
 from cutlass.utils import SmemAllocator, hopper_helpers
 
 ROWS, COLUMNS, INNER = 128, 256, 64  # of a tile; 64 bf16 are the 128 bytes that the widest swizzle spans
 HALF = COLUMNS // 2
+STAGES = 4  # of the ring, 192 KB
+PART, PLACES = 64, 2  # columns of a result that leave together, and places for them per 64 rows: 32 KB
+EARLY = 4  # steps of a tile in which the one before leaves, a share in each
 LOADERS = 128  # threads of the warpgroup that loads
-THREADS = LOADERS + 256
+CLUSTER = 2
 LOG2_E = 1.4426950408889634
-SETTINGS = {True: {"cluster": 2, "stages": 4, "outs": 1}, False: {"cluster": 2, "stages": 4, "outs": 1}}  # by gated
 
 
 class GroupedProduct:
-    """out [M, N] = rows [M, K] @ weights [E, N or 2 N, K] of each row block's expert, bf16, sums in float32.
+    """out [R, N] = rows @ weights [E, N or 2 N, K] of the expert of each 128 rows; bf16, sums in float32.
 
-    gated: weights [E, 2 N, K], and out is silu(gate) * up. gather: rows come from x [T, K] by `tokens`.
-    cluster: row blocks that share the loads of weights (1 or 2). stages: depth of the ring.
+    gated: weights [E, 2 N, K], rows x [T, K] by `tokens`, and out is silu(gate) * up. Else rows are [R, K].
     """
 
-    def __init__(
-        self, size_in: int, size_out: int, num_experts: int, *, gated: bool, gather: bool, cluster: int, stages: int,
-        outs: int, lag: int = 0,
-    ) -> None:  # fmt: skip
-        self.size_in, self.size_out, self.num_experts = size_in, size_out, num_experts
-        self.gated, self.gather, self.cluster, self.stages, self.outs = gated, gather, cluster, stages, outs
-        self.lag = lag
-        self.columns = HALF if gated else COLUMNS  # that a tile writes
-        self.passes = self.columns // HALF
-        self.early = 4 if gated else 2  # steps of a tile in which the one before leaves
-        self.leaving = {3: 0} if gated else {0: 0, 1: 1}  # after which of them 128 columns are ready
-        self.num_column_tiles = size_out // self.columns
-        self.k_tiles = size_in // INNER
+    def __init__(self, size_in: int, size_out: int, num_experts: int, gated: bool) -> None:
+        self.size_in, self.size_out, self.num_experts, self.gated = size_in, size_out, num_experts, gated
+        self.parts = (HALF if gated else COLUMNS) // PART  # that leave of a tile
+        self.shares = EARLY // self.parts  # of a part, one in each step
+        self.column_tiles = size_out // (PART * self.parts)
+        self.steps = size_in // INNER
 
     @cute.jit
     def __call__(
-        self,
-        x: cute.Pointer,
-        weights: cute.Pointer,
-        out: cute.Pointer,
-        tokens: cute.Pointer,
-        expert_of_block: cute.Pointer,
-        num_blocks: cute.Pointer,
-        num_rows_in: Int32,
-        num_rows_out: Int32,
-        num_programs: Int32,
-        stream: cuda.CUstream,
-    ) -> None:
-        """See launch for the arguments."""
+        self, x: cute.Pointer, weights: cute.Pointer, out: cute.Pointer, tokens: cute.Pointer, owner: cute.Pointer,
+        num_blocks: cute.Pointer, rows_in: Int32, rows_out: Int32, programs: Int32, stream: cuda.CUstream,
+    ) -> None:  # fmt: skip
+        """tokens int32 [R], owner int32 [R / 128] and num_blocks int32 [1] as lay_out makes them."""
         k, n = self.size_in, self.size_out
-        all_columns = 2 * n if cutlass.const_expr(self.gated) else n
-        x_MK = cute.make_tensor(x, cute.make_layout((num_rows_in, k), stride=(k, 1)))
-        w_NKE = cute.make_tensor(
-            weights, cute.make_layout((all_columns, k, self.num_experts), stride=(k, 1, all_columns * k))
+        columns = 2 * n if const_expr(self.gated) else n
+        x_MK = cute.make_tensor(x, cute.make_layout((rows_in, k), stride=(k, 1)))
+        w_NKE = cute.make_tensor(weights, cute.make_layout((columns, k, self.num_experts), stride=(k, 1, columns * k)))
+        out_MN = cute.make_tensor(out, cute.make_layout((rows_out, n), stride=(n, 1)))
+        lists = (
+            cute.make_tensor(tokens, cute.make_layout((rows_out,))),
+            cute.make_tensor(owner, cute.make_layout((rows_out // ROWS,))),
+            cute.make_tensor(num_blocks, cute.make_layout((1,))),
         )
-        out_MN = cute.make_tensor(out, cute.make_layout((num_rows_out, n), stride=(n, 1)))
-        tokens_M = cute.make_tensor(tokens, cute.make_layout((num_rows_out,)))
-        experts_B = cute.make_tensor(expert_of_block, cute.make_layout((num_rows_out // ROWS,)))
-        blocks = cute.make_tensor(num_blocks, cute.make_layout((1,)))
-
-        atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, BFloat16)
-        a_layout = cute.tile_to_shape(atom, (ROWS, INNER, self.stages), order=(0, 1, 2))
-        b_layout = cute.tile_to_shape(atom, (COLUMNS, INNER, self.stages), order=(0, 1, 2))
-        half_layout = cute.tile_to_shape(atom, (HALF, INNER, 2 * self.stages), order=(0, 1, 2))
-        c_layout = cute.tile_to_shape(atom, (ROWS // 2, HALF, 2 * self.outs), order=(0, 1, 2))
-
-        load = cpasync.CopyBulkTensorTileG2SOp()
-        load_b = cpasync.CopyBulkTensorTileG2SMulticastOp() if cutlass.const_expr(self.cluster > 1) else load
-        a_atom, a_tma = cpasync.make_tiled_tma_atom(load, x_MK, cute.slice_(a_layout, (None, None, 0)), (ROWS, INNER))
-        b_atom, b_tma = cpasync.make_tiled_tma_atom(
-            load_b, w_NKE, cute.slice_(half_layout, (None, None, 0)), (HALF, INNER)
-        )
-        c_atom, c_tma = cpasync.make_tiled_tma_atom(
-            cpasync.CopyBulkTensorTileS2GOp(), out_MN, cute.slice_(c_layout, (None, None, 0)), (ROWS // 2, HALF)
-        )
-        mma = hopper_helpers.make_trivial_tiled_mma(
-            BFloat16, BFloat16, OperandMajorMode.K, OperandMajorMode.K, Float32, (2, 1, 1), (64, COLUMNS)
-        )
-        zero_mma = hopper_helpers.make_trivial_tiled_mma(
-            BFloat16, BFloat16, OperandMajorMode.K, OperandMajorMode.K, Float32, (2, 1, 1), (64, COLUMNS)
-        )
-        half_mma = hopper_helpers.make_trivial_tiled_mma(
-            BFloat16, BFloat16, OperandMajorMode.K, OperandMajorMode.K, Float32, (1, 1, 1), (64, HALF)
-        )
+        swizzled = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, BFloat16)
+        a_layout, b_layout, half_layout, c_layout = layouts = [
+            cute.tile_to_shape(swizzled, shape, order=(0, 1, 2))
+            for shape in (
+                (ROWS, INNER, STAGES), (COLUMNS, INNER, STAGES), (HALF, INNER, 2 * STAGES),
+                (ROWS // 2, PART, 2 * PLACES),
+            )
+        ]  # fmt: skip
+        one, load = (None, None, 0), cpasync.CopyBulkTensorTileG2SOp()
+        shared, store = cpasync.CopyBulkTensorTileG2SMulticastOp(), cpasync.CopyBulkTensorTileS2GOp()
+        a_atom, a_tma = cpasync.make_tiled_tma_atom(load, x_MK, cute.slice_(a_layout, one), (ROWS, INNER))
+        b_atom, b_tma = cpasync.make_tiled_tma_atom(shared, w_NKE, cute.slice_(half_layout, one), (HALF, INNER))
+        c_atom, c_tma = cpasync.make_tiled_tma_atom(store, out_MN, cute.slice_(c_layout, one), (ROWS // 2, PART))
+        zeroing, adding, narrow = [
+            hopper_helpers.make_trivial_tiled_mma(
+                BFloat16, BFloat16, OperandMajorMode.K, OperandMajorMode.K, Float32, (groups, 1, 1), (64, width)
+            )
+            for groups, width in ((2, COLUMNS), (2, COLUMNS), (1, PART))
+        ]
 
         @cute.struct
         class Storage:
-            full: cute.struct.MemRange[Int64, self.stages]
-            empty: cute.struct.MemRange[Int64, self.stages]
+            full: cute.struct.MemRange[Int64, STAGES]
+            empty: cute.struct.MemRange[Int64, STAGES]
             a: cute.struct.Align[cute.struct.MemRange[BFloat16, cute.cosize(a_layout)], 1024]
             b: cute.struct.Align[cute.struct.MemRange[BFloat16, cute.cosize(b_layout)], 1024]
             c: cute.struct.Align[cute.struct.MemRange[BFloat16, cute.cosize(c_layout)], 1024]
 
         self.storage = Storage
         self.kernel(
-            x_MK, tokens_M, experts_B, blocks, a_atom, a_tma, b_atom, b_tma, c_atom, c_tma, mma, zero_mma, half_mma,
-            a_layout, b_layout, half_layout, c_layout,
+            x_MK, *lists, a_atom, a_tma, b_atom, b_tma, c_atom, c_tma, zeroing, adding, narrow, *layouts
         ).launch(
-            grid=(num_programs, 1, 1), block=(THREADS, 1, 1), cluster=(self.cluster, 1, 1), min_blocks_per_mp=1,
+            grid=(programs, 1, 1), block=(LOADERS + 256, 1, 1), cluster=(CLUSTER, 1, 1), min_blocks_per_mp=1,
             stream=stream,
         )  # fmt: skip
 
     @cute.kernel
     def kernel(
-        self,
-        x_MK: cute.Tensor,
-        tokens_M: cute.Tensor,
-        experts_B: cute.Tensor,
-        blocks: cute.Tensor,
-        a_atom: cute.CopyAtom,
-        a_tma: cute.Tensor,
-        b_atom: cute.CopyAtom,
-        b_tma: cute.Tensor,
-        c_atom: cute.CopyAtom,
-        c_tma: cute.Tensor,
-        mma: cute.TiledMma,
-        zero_mma: cute.TiledMma,
-        half_mma: cute.TiledMma,
-        a_layout: cute.ComposedLayout,
-        b_layout: cute.ComposedLayout,
-        half_layout: cute.ComposedLayout,
+        self, x_MK: cute.Tensor, tokens_M: cute.Tensor, owner_B: cute.Tensor, num_blocks: cute.Tensor,
+        a_atom: cute.CopyAtom, a_tma: cute.Tensor, b_atom: cute.CopyAtom, b_tma: cute.Tensor, c_atom: cute.CopyAtom,
+        c_tma: cute.Tensor, zeroing: cute.TiledMma, adding: cute.TiledMma, narrow: cute.TiledMma,
+        a_layout: cute.ComposedLayout, b_layout: cute.ComposedLayout, half_layout: cute.ComposedLayout,
         c_layout: cute.ComposedLayout,
-    ) -> None:
+    ) -> None:  # fmt: skip
         thread, _, _ = cute.arch.thread_idx()
         program, _, _ = cute.arch.block_idx()
-        num_programs, _, _ = cute.arch.grid_dim()
+        programs, _, _ = cute.arch.grid_dim()
         warp_index = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         group = cute.arch.make_warp_uniform(thread // 128)
-        rank = program % self.cluster
+        rank = program % CLUSTER
 
         storage = SmemAllocator().allocate(self.storage)
         full, empty = storage.full.data_ptr(), storage.empty.data_ptr()
-        a_plain = storage.a.data_ptr()
         sA = storage.a.get_tensor(a_layout.outer, swizzle=a_layout.inner)
         sB = storage.b.get_tensor(b_layout.outer, swizzle=b_layout.inner)
         sHalf = storage.b.get_tensor(half_layout.outer, swizzle=half_layout.inner)
         sC = storage.c.get_tensor(c_layout.outer, swizzle=c_layout.inner)
-
         if warp_index == 0:
             with cute.arch.elect_one():
-                for stage in cutlass.range_constexpr(self.stages):
-                    cute.arch.mbarrier_init(full + stage, 1 + LOADERS if self.gather else 1)
-                    cute.arch.mbarrier_init(empty + stage, 8 * self.cluster)
+                for stage in range_constexpr(STAGES):
+                    cute.arch.mbarrier_init(full + stage, 1 + LOADERS if self.gated else 1)
+                    cute.arch.mbarrier_init(empty + stage, 8 * CLUSTER)  # a warp that multiplies arrives once at each
             cute.arch.mbarrier_init_fence()
-            cpasync.prefetch_descriptor(b_atom)
-            cpasync.prefetch_descriptor(c_atom)
         cute.arch.sync_threads()
-        if cutlass.const_expr(self.cluster > 1):
-            cute.arch.cluster_arrive()
-            cute.arch.cluster_wait()
+        cute.arch.cluster_arrive()
+        cute.arch.cluster_wait()
 
-        gB = cute.local_tile(b_tma, (HALF, INNER), (None, None, None))
-        tBs, tBg = cpasync.tma_partition(
-            b_atom, 0, cute.make_layout(1), cute.group_modes(sHalf, 0, 2), cute.group_modes(gB, 0, 2)
-        )
-        gA = cute.local_tile(a_tma, (ROWS, INNER), (None, None))
-        tAs, tAg = cpasync.tma_partition(
-            a_atom, 0, cute.make_layout(1), cute.group_modes(sA, 0, 2), cute.group_modes(gA, 0, 2)
-        )
-        gC = cute.local_tile(c_tma, (ROWS // 2, HALF), (None, None))
-        tCs, tCg = cpasync.tma_partition(
-            c_atom, 0, cute.make_layout(1), cute.group_modes(sC, 0, 2), cute.group_modes(gC, 0, 2)
-        )
-        # Programs of a cluster take neighbouring blocks of rows at the same columns: of one expert but at its edge.
-        num_tiles = (blocks[0] + (self.cluster - 1)) // self.cluster * self.num_column_tiles
-        first, step = program // self.cluster, num_programs // self.cluster
-        # Shared memory as bytes of the 128-byte swizzle: 16-byte piece p of row r lies at piece p ^ (r % 8).
-        piece, row0 = thread % 8, (thread // 8) % 16
+        def partition(atom, tensor, tile, shared):
+            """Tiles in shared memory and in the card's, as the copy engine takes them."""
+            tiles = cute.local_tile(tensor, tile, (None,) * cute.rank(tensor))
+            return cpasync.tma_partition(
+                atom, 0, cute.make_layout(1), cute.group_modes(shared, 0, 2), cute.group_modes(tiles, 0, 2)
+            )
+
+        tAs, tAg = partition(a_atom, a_tma, (ROWS, INNER), sA)
+        tBs, tBg = partition(b_atom, b_tma, (HALF, INNER), sHalf)
+        tCs, tCg = partition(c_atom, c_tma, (ROWS // 2, PART), sC)
+        num_tiles = (num_blocks[0] + CLUSTER - 1) // CLUSTER * self.column_tiles
+        first, stride = program // CLUSTER, programs // CLUSTER
 
         if group == 0:
             cute.arch.setmaxregister_decrease(56)
-            stage, phase, issued = Int32(0), Int32(1), Int32(0)
-            copy_row = cute.make_copy_atom(
+            # 16 bytes are a piece, 8 of them a row; piece p of row r lies at piece p ^ (r % 8) of the row.
+            piece, row = thread % 8, thread // 8
+            to = storage.a.data_ptr().toint() + (row * INNER * 2 + (piece ^ (row % 8)) * 16)
+            gather = cute.make_copy_atom(
                 cpasync.CopyG2SOp(cache_mode=cpasync.LoadCacheMode.GLOBAL), BFloat16, num_bits_per_copy=128
             )
-            to = a_plain.toint() + (row0 * INNER * 2 + (piece ^ (row0 % 8)) * 16)
-            for tile in cutlass.range(first, num_tiles, step, unroll=1):
-                block, column = tile // self.num_column_tiles, tile % self.num_column_tiles
-                row_tile = block * self.cluster + rank
-                expert = experts_B[row_tile]
-                alike = expert == experts_B[row_tile ^ (self.cluster - 1)]
-                n_first = column if cutlass.const_expr(self.gated) else 2 * column
-                n_second = n_first + (self.size_out // HALF if cutlass.const_expr(self.gated) else 1)
+            stage, phase = Int32(0), Int32(1)
+            for tile in cutlass.range(first, num_tiles, stride, unroll=1):
+                block, column = tile // self.column_tiles * CLUSTER + rank, tile % self.column_tiles
+                expert = owner_B[block]
+                alike = expert == owner_B[block ^ 1]
+                if const_expr(self.gated):
+                    n_first, n_second = column, column + self.size_out // HALF
+                else:
+                    n_first, n_second = 2 * column, 2 * column + 1
                 sources = []
-                if cutlass.const_expr(self.gather):
-                    for i in cutlass.range_constexpr(ROWS // 16):
-                        token = tokens_M[row_tile * ROWS + row0 + 16 * i]
-                        sources.append(x_MK.iterator.toint() + Int64(token) * (2 * self.size_in) + piece * 16)
-                for k in cutlass.range(self.k_tiles, unroll=1):
-                    if cutlass.const_expr(self.gather) or warp_index == 0:
+                if const_expr(self.gated):
+                    for i in range_constexpr(ROWS // 16):
+                        token = Int64(tokens_M[block * ROWS + row + 16 * i])
+                        sources.append(x_MK.iterator.toint() + token * (2 * self.size_in) + piece * 16)
+                for k in cutlass.range(self.steps, unroll=1):
+                    if const_expr(self.gated) or warp_index == 0:
                         cute.arch.mbarrier_wait(empty + stage, phase)
                     if warp_index == 0:
                         with cute.arch.elect_one():
-                            num_rows = COLUMNS if cutlass.const_expr(self.gather) else COLUMNS + ROWS
+                            num_rows = COLUMNS if const_expr(self.gated) else COLUMNS + ROWS
                             cute.arch.mbarrier_arrive_and_expect_tx(full + stage, num_rows * INNER * 2)
-                        if cutlass.const_expr(self.cluster == 1):
-                            for side in cutlass.range_constexpr(2):
-                                cute.copy(
-                                    b_atom, tBg[None, n_second if side else n_first, k, expert],
-                                    tBs[None, 2 * stage + side], tma_bar_ptr=full + stage,
-                                )  # fmt: skip
-                        elif alike:  # half for both
+                        if alike:  # this program brings half for both
                             cute.copy(
                                 b_atom, tBg[None, n_first + rank * (n_second - n_first), k, expert],
-                                tBs[None, 2 * stage + rank], tma_bar_ptr=full + stage, mcast_mask=cutlass.Int16(3),
+                                tBs[None, 2 * stage + rank], tma_bar_ptr=full + stage, mcast_mask=Int16(3),
                             )  # fmt: skip
                         else:
-                            for side in cutlass.range_constexpr(2):
+                            for side in range_constexpr(2):
                                 cute.copy(
                                     b_atom, tBg[None, n_second if side else n_first, k, expert],
-                                    tBs[None, 2 * stage + side], tma_bar_ptr=full + stage,
-                                    mcast_mask=cutlass.Int16(1 + rank),
+                                    tBs[None, 2 * stage + side], tma_bar_ptr=full + stage, mcast_mask=Int16(1 + rank),
                                 )  # fmt: skip
-                        if cutlass.const_expr(not self.gather):
-                            cute.copy(a_atom, tAg[None, row_tile, k], tAs[None, stage], tma_bar_ptr=full + stage)
-                    if cutlass.const_expr(self.gather):
-                        for i in cutlass.range_constexpr(ROWS // 16):
-                            source = cute.make_ptr(
-                                BFloat16, sources[i] + k * (2 * INNER), cute.AddressSpace.gmem, assumed_align=16
-                            )
-                            place = cute.make_ptr(
-                                BFloat16, to + (stage * (2 * ROWS * INNER) + i * (32 * INNER)),
-                                cute.AddressSpace.smem, assumed_align=16,
-                            )  # fmt: skip
+                        if const_expr(not self.gated):
+                            cute.copy(a_atom, tAg[None, block, k], tAs[None, stage], tma_bar_ptr=full + stage)
+                    if const_expr(self.gated):
+                        for i in range_constexpr(ROWS // 16):
                             cute.copy(
-                                copy_row, cute.make_tensor(source, cute.make_layout((8,))),
-                                cute.make_tensor(place, cute.make_layout((8,))),
+                                gather, _eight(sources[i] + k * (2 * INNER), cute.AddressSpace.gmem),
+                                _eight(to + (stage * (2 * ROWS * INNER) + i * (32 * INNER)), cute.AddressSpace.smem),
                             )  # fmt: skip
-                        if cutlass.const_expr(self.lag > 0):
-                            cute.arch.cp_async_commit_group()
-                            if issued >= self.lag:
-                                cute.arch.cp_async_wait_group(self.lag)
-                                cute.arch.fence_view_async_shared()
-                                cute.arch.mbarrier_arrive(full + (stage + (self.stages - self.lag)) % self.stages)
-                            issued += 1
-                        else:
-                            cute.arch.cp_async_mbarrier_arrive_noinc(full + stage)
+                        cute.arch.cp_async_mbarrier_arrive_noinc(full + stage)
                     stage += 1
-                    if stage == self.stages:
+                    if stage == STAGES:
                         stage = Int32(0)
                         phase ^= 1
-            if cutlass.const_expr(self.gather and self.lag > 0) and issued > 0:
-                cute.arch.cp_async_wait_group(0)
-                cute.arch.fence_view_async_shared()
-                for back in cutlass.range_constexpr(self.lag, 0, -1):
-                    cute.arch.mbarrier_arrive(full + (stage + (self.stages - back)) % self.stages)
         else:
             cute.arch.setmaxregister_increase(224)
-            worker = thread - LOADERS
-            half = group - 1
-            lane = thread % 32
-            rows_of_group = mma.get_slice(half * 128)
-            frag_a = mma.make_fragment_A(rows_of_group.partition_A(sA))
-            frag_b = mma.make_fragment_B(rows_of_group.partition_B(sB))
-            sums = cute.make_rmem_tensor(mma.partition_shape_C((ROWS, COLUMNS)), Float32)
-            flat = cute.make_tensor(sums.iterator, cute.make_layout((COLUMNS // 2,)))
-
-            store = cute.make_tiled_copy_C(cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), BFloat16), half_mma)
-            thread_store = store.get_slice(worker % 128)
-            to_C = thread_store.partition_D(sC)
-            result = cute.make_rmem_tensor(half_mma.partition_shape_C((ROWS // 2, HALF)), BFloat16)
-            result_flat = cute.make_tensor(result.iterator, cute.make_layout((HALF // 2,)))
-            from_result = store.retile(result)
-
-            mma.set(warpgroup.Field.ACCUMULATE, True)
-            zero_mma.set(warpgroup.Field.ACCUMULATE, False)
-            # A tile leaves while the next one's first two steps multiply: its sums wait as pairs of bf16.
-            kept = cute.make_rmem_tensor((COLUMNS // 4,), Int32)
+            half, lane = group - 1, thread % 32
+            rows_of_group = adding.get_slice(half * 128)
+            operands = (
+                adding.make_fragment_A(rows_of_group.partition_A(sA)),
+                adding.make_fragment_B(rows_of_group.partition_B(sB)),
+            )
+            sums = cute.make_rmem_tensor(adding.partition_shape_C((ROWS, COLUMNS)), Float32)
+            kept = cute.make_rmem_tensor((COLUMNS // 4,), Int32)  # of the tile before, two bf16 a word
             kept.fill(0)
-            result_words = cute.recast_tensor(result_flat, Int32)
-            stage, phase = Int32(0), Int32(0)
-            row_before, column_before = Int32(0), Int32(0)
-            for tile in cutlass.range(first, num_tiles, step, unroll=1):
-                done = stage
-                for k in cutlass.range_constexpr(self.early):
-                    self.multiply(mma if k > 0 else zero_mma, mma, sums, frag_a, frag_b, full, stage, phase)
-                    self.leave(k, kept, result_flat, result_words, store, from_result, to_C, half, warp_index)
-                    if cutlass.const_expr(k in self.leaving):
-                        part = self.leaving[k]
-                        if warp_index % 4 == 0 and tile > first:
-                            cute.copy(
-                                c_atom, tCs[None, half * self.outs + part % self.outs],
-                                tCg[None, 2 * row_before + half, column_before * self.passes + part],
-                            )  # fmt: skip
-                            cute.arch.cp_async_bulk_commit_group()
-                    if cutlass.const_expr(k > 0):
+            stores = cute.make_tiled_copy_C(cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), BFloat16), narrow)
+            result = cute.make_rmem_tensor(narrow.partition_shape_C((ROWS // 2, PART)), BFloat16)
+            ways = stores, stores.retile(result), stores.get_slice(thread % 128).partition_D(sC)
+            adding.set(warpgroup.Field.ACCUMULATE, True)
+            zeroing.set(warpgroup.Field.ACCUMULATE, False)
+            stage, phase, done = Int32(0), Int32(0), Int32(0)
+            block_before, column_before = Int32(0), Int32(0)
+            for tile in cutlass.range(first, num_tiles, stride, unroll=1):
+                for k in range_constexpr(EARLY):
+                    self.multiply(adding if k else zeroing, adding, sums, operands, full, stage, phase)
+                    self.leave(k, kept, result, ways, half, warp_index)
+                    self.store(
+                        k, c_atom, tCs, tCg, half, block_before, column_before, warp_index % 4 == 0 and tile > first
+                    )
+                    if const_expr(k > 0):
                         warpgroup.wait_group(1)
                         self.release(empty, done, lane)
                     done = stage
                     stage += 1
-                    if stage == self.stages:
+                    if stage == STAGES:
                         stage = Int32(0)
                         phase ^= 1
-                for _ in cutlass.range(self.early, self.k_tiles, unroll=1):
-                    self.multiply(mma, mma, sums, frag_a, frag_b, full, stage, phase)
+                for _ in cutlass.range(EARLY, self.steps, unroll=1):
+                    self.multiply(adding, adding, sums, operands, full, stage, phase)
                     warpgroup.wait_group(1)
                     self.release(empty, done, lane)
                     done = stage
                     stage += 1
-                    if stage == self.stages:
+                    if stage == STAGES:
                         stage = Int32(0)
                         phase ^= 1
                 warpgroup.wait_group(0)
                 self.release(empty, done, lane)
+                flat = cute.make_tensor(sums.iterator, cute.make_layout((COLUMNS // 2,)))
                 kept.store(flat.load().to(BFloat16).bitcast(Int32))
-                row_before = tile // self.num_column_tiles * self.cluster + rank
-                column_before = tile % self.num_column_tiles
-            if first < num_tiles:
-                for k in cutlass.range_constexpr(self.early):
-                    self.leave(k, kept, result_flat, result_words, store, from_result, to_C, half, warp_index)
-                    if cutlass.const_expr(k in self.leaving):
-                        part = self.leaving[k]
-                        if warp_index % 4 == 0:
-                            cute.copy(
-                                c_atom, tCs[None, half * self.outs + part % self.outs],
-                                tCg[None, 2 * row_before + half, column_before * self.passes + part],
-                            )  # fmt: skip
-                            cute.arch.cp_async_bulk_commit_group()
+                block_before, column_before = tile // self.column_tiles * CLUSTER + rank, tile % self.column_tiles
+            for k in range_constexpr(EARLY):
+                self.leave(k, kept, result, ways, half, warp_index)
+                self.store(
+                    k, c_atom, tCs, tCg, half, block_before, column_before, warp_index % 4 == 0 and first < num_tiles
+                )
             if warp_index % 4 == 0:
                 cute.arch.cp_async_bulk_wait_group(0)
-        if cutlass.const_expr(self.cluster > 1):  # a peer may still write here
-            cute.arch.cluster_arrive()
-            cute.arch.cluster_wait()
+        cute.arch.cluster_arrive()  # the other program may still write here
+        cute.arch.cluster_wait()
 
     @cute.jit
-    def multiply(self, first_mma, mma, sums, frag_a, frag_b, full, stage, phase):
-        """Starts the products of a step once its operands are there."""
+    def multiply(self, first, adding, sums, operands, full, stage, phase):
+        """Starts the products of a step once its operands are there; `first` is the first of them."""
         cute.arch.mbarrier_wait(full + stage, phase)
-        if cutlass.const_expr(self.gather and self.lag == 0):
+        if const_expr(self.gated):  # rows were written by threads, and the tensor cores read them past those
             cute.arch.fence_view_async_shared()
         warpgroup.fence()
-        for inner in cutlass.range_constexpr(INNER // 16):
-            cute.gemm(
-                mma if cutlass.const_expr(inner > 0) else first_mma, sums,
-                frag_a[None, None, inner, stage], frag_b[None, None, inner, stage], sums,
-            )  # fmt: skip
+        for i in range_constexpr(INNER // 16):
+            a, b = (operand[None, None, i, stage] for operand in operands)
+            cute.gemm(adding if i else first, sums, a, b, sums)
         warpgroup.commit_group()
 
     @cute.jit
     def release(self, empty, stage, lane):
-        """Says that this warp has read a stage, to all programs that write there."""
-        if lane < self.cluster:
-            cute.arch.mbarrier_arrive(empty + stage, lane if cutlass.const_expr(self.cluster > 1) else None)
+        """Says that this warp has read a stage, to both programs, as both write there."""
+        if lane < CLUSTER:
+            cute.arch.mbarrier_arrive(empty + stage, lane)
 
     @cute.jit
-    def leave(self, k, kept, result, result_words, store, from_result, to_C, half, warp_index):
-        """What a thread does in step k for the tile before: results of some columns to shared memory, in the form in
-        which the copy engine takes them. result: a thread's 64 numbers of 128 columns."""
-        steps = self.early // self.passes  # for 128 columns
-        part, share = k // steps, k % steps
-        place = half * self.outs + part % self.outs
-        if cutlass.const_expr(share == 0):
+    def leave(self, k, kept, result, ways, half, warp_index):
+        """What a thread does in step k for the tile before: its share of a part goes to shared memory."""
+        part, share = k // self.shares, k % self.shares
+        if const_expr(share == 0):
             if warp_index % 4 == 0:  # the copy that last read this place is through
-                cute.arch.cp_async_bulk_wait_group(self.outs - 1, read=True)
+                cute.arch.cp_async_bulk_wait_group(PLACES - 1, read=True)
             cute.arch.barrier(barrier_id=1 + half, number_of_threads=128)
-        for i in cutlass.range_constexpr(share * (64 // steps), (share + 1) * (64 // steps), 4):
-            if cutlass.const_expr(self.gated):
-                gates = _two(kept[i // 2]) + _two(kept[i // 2 + 1])
-                ups = _two(kept[32 + i // 2]) + _two(kept[32 + i // 2 + 1])
+        numbers = cute.make_tensor(result.iterator, cute.make_layout((PART // 2,)))
+        words = cute.recast_tensor(numbers, Int32)
+        num_words = PART // 4 // self.shares
+        for i in range_constexpr(share * num_words, (share + 1) * num_words, 2):
+            at = part * (PART // 4) + i
+            if const_expr(self.gated):
+                gates, ups = _two(kept[at]) + _two(kept[at + 1]), _two(kept[32 + at]) + _two(kept[33 + at])
                 sigmoids = _sigmoids(gates)
-                for j in cutlass.range_constexpr(4):
-                    result[i + j] = (gates[j] * sigmoids[j] * ups[j]).to(BFloat16)
+                for j in range_constexpr(4):
+                    numbers[2 * i + j] = (gates[j] * sigmoids[j] * ups[j]).to(BFloat16)
             else:
-                for j in cutlass.range_constexpr(2):
-                    result_words[i // 2 + j] = kept[32 * part + i // 2 + j]
-        for i in cutlass.range_constexpr(share * (8 // steps), (share + 1) * (8 // steps)):
-            cute.copy(store, from_result[(None, i), 0, 0], to_C[(None, i), 0, 0, place])
-        if cutlass.const_expr(share == steps - 1):
+                words[i], words[i + 1] = kept[at], kept[at + 1]
+        stores, source, to = ways
+        for i in range_constexpr(share * num_words // 4, (share + 1) * num_words // 4):
+            cute.copy(stores, source[(None, i), 0, 0], to[(None, i), 0, 0, half * PLACES + part % PLACES])
+
+    @cute.jit
+    def store(self, k, atom, places, tiles, half, block, column, mine):
+        """Where step k completed a part of this half's rows, it goes to the card's memory; mine: by this warp."""
+        if const_expr(k % self.shares == self.shares - 1):
+            part = k // self.shares
             cute.arch.fence_view_async_shared()
             cute.arch.barrier(barrier_id=1 + half, number_of_threads=128)
+            if mine:
+                place = half * PLACES + part % PLACES
+                cute.copy(atom, places[None, place], tiles[None, 2 * block + half, column * self.parts + part])
+                cute.arch.cp_async_bulk_commit_group()
+
+
+@cute.jit
+def _eight(address, space):
+    """The eight bf16 at an address, which move at once."""
+    return cute.make_tensor(cute.make_ptr(BFloat16, address, space, assumed_align=16), cute.make_layout((8,)))
 
 
 @cute.jit
@@ -405,9 +329,8 @@ def _sigmoids(gates):
 
 def compile_product(size_in: int, size_out: int, num_experts: int, gated: bool) -> object:
     """One of the two products for these sizes; needs no card."""
-    product = GroupedProduct(size_in, size_out, num_experts, gated=gated, gather=gated, **SETTINGS[gated])
-    numbers = (Int32(1), Int32(1), Int32(1), cuda.CUstream(0))
-    return cute.compile(product, *_pointers((16,) * 6), *numbers)
+    product = GroupedProduct(size_in, size_out, num_experts, gated)
+    return cute.compile(product, *_pointers((16,) * 6), Int32(1), Int32(1), Int32(1), cuda.CUstream(0))
 
 
 def launcher(compiled):
