@@ -155,15 +155,16 @@ def main() -> None:
     print("{:>8} {:>12} {:>8} {:>8} {:>8} {:>8} {:>8} {:>12} {:>10}".format(*heads), flush=True)
     load.prompts(2, args.prompt)  # warms caches of kernels and memory
     streams = load.start_streams(args.streams, args.context, args.room)
-    rows = []
+    sizes = {"streams": args.streams, "context": args.context, "prompt": args.prompt, "prompts": args.prompts}
+    rows: list[dict[str, Any]] = []
     for budget in (float(text) for text in args.budgets.split(",")):
         rows.append(measure(load, streams, budget or None, args))
         print(line(rows[-1]), flush=True)
+        if args.json:
+            found = {"config": args.config, "device": name, **sizes, "rows": rows}
+            args.json.write_text(json.dumps(found, indent=1) + "\n")
     load.stop(streams)
     service.close()
-    if args.json:
-        found = {"config": args.config, "device": name, "streams": args.streams, "context": args.context}
-        args.json.write_text(json.dumps(found | {"prompt": args.prompt, "rows": rows}, indent=1) + "\n")
 
 
 if __name__ == "__main__":
