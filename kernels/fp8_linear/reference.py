@@ -8,7 +8,6 @@ from torch import Tensor
 
 GROUP = 128  # columns that share a scale, of weights and of activations
 FP8_MAX = 448.0
-FINER = 16.0  # of a second term: half a step of the first becomes 256 at most
 LEAST = 1e-10  # of the largest number of a group: a group of zeros has a scale too
 
 

@@ -25,12 +25,12 @@ from flowinfer.kernels.fp8_linear import (
     fp8_linear,
     fp8_linear_reference,
     fp8_product,
+    fp8_skinny,
     quantize_rows,
     quantize_rows_reference,
     quantize_weight,
     tiles,
 )
-from flowinfer.kernels.fp8_linear import triton as kernel
 
 interpreter = pytest.importorskip("triton.runtime.interpreter")
 torch.set_num_threads(1)
@@ -60,33 +60,30 @@ def error(got: Tensor, want: Tensor) -> float:
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("swap", [False, True])
-def test_two_terms_meet_the_unrounded_rows(
-    shape: tuple[int, int, int], swap: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(
-        kernel, "product_tiles", lambda rows, terms, *size: (128 if rows > 32 else 64, 32, 4, 3, 2, swap)
-    )
-    rows, size_in, size_out = shape
+def test_few_rows_meet_the_numbers_that_the_codes_stand_for(shape: tuple[int, int, int]) -> None:
+    _, size_in, size_out = shape
+    rows = min(shape[0], FEW_ROWS)
     x, w, bias = random(rows, size_in), weight(size_out, size_in), random(size_out, seed=3)
     want = fp8_linear_reference(x.double(), *w, bias_O=bias.double())
-    assert error(fp8_linear(x, w, bias_O=bias), want) < 5e-3
+    assert error(fp8_skinny(x, w, bias_O=bias), want) < 5e-3
     assert error(fp8_linear(x, finer(w, 32), bias_O=bias), want) < 5e-3
-    x[:, ::3] *= 1e-3  # small beside the others of their groups
-    got = fp8_product(quantize_rows(x, terms=2), w, split=True)
-    assert error(got, fp8_linear_reference(x.double(), *w)) < 5e-3
+    want = fp8_linear_reference(x.double(), *w, gated=True)
+    assert error(fp8_skinny(x, w, gated=True), want) < 1e-2
 
 
 @pytest.mark.parametrize("parts", [2, 3])
 def test_parts_of_the_columns_sum_to_the_whole(parts: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tiles, "skinny_parts", lambda *sizes: parts)
     monkeypatch.setattr(tiles, "product_parts", lambda *sizes: parts)
     x, w, bias = random(5, 576), weight(40, 576), random(40, seed=3)
-    got = fp8_linear(x, w, bias_O=bias, split=True)
+    got = fp8_skinny(x, w, bias_O=bias, split=True)
     assert got.shape == (5 * parts, 40) and got.dtype is torch.float32
     want = fp8_linear_reference(x.double(), *w, bias_O=bias.double())
-    assert error(got.view(5, parts, 40).sum(1), want) < 2e-3, "units sum 14 bits"
+    assert error(got.view(5, parts, 40).sum(1), want) < 2e-3
     got = fp8_product(quantize_rows(x), w, bias_O=bias, split=True).view(5, parts, 40).sum(1)
-    assert error(got, fp8_linear_reference(x.double(), *w, bias_O=bias.double(), quantized=True)) < 2e-3
+    assert (
+        error(got, fp8_linear_reference(x.double(), *w, bias_O=bias.double(), quantized=True)) < 2e-3
+    )  # FP8 units sum 14 bits
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -94,7 +91,7 @@ def test_rows_become_what_the_reference_makes_of_them(shape: tuple[int, int, int
     rows, size_in, _ = shape
     x = random(rows, size_in) * torch.logspace(-6, 3, rows, device=DEVICE).unsqueeze(1).to(BF16)
     x[0, :128] = 0
-    codes, scale, _ = quantize_rows(x)
+    codes, scale = quantize_rows(x)
     want_codes, want_scale = quantize_rows_reference(x)
     torch.testing.assert_close(scale, want_scale)
     assert (codes.view(torch.uint8) != want_codes.view(torch.uint8)).float().mean() < 1e-3
@@ -120,16 +117,13 @@ def test_the_number_of_rows_chooses() -> None:
     assert error(fp8_linear(many, w), fp8_linear_reference(many.double(), *w, quantized=True)) < 5e-3
 
 
-def test_every_code_stands_for_its_number() -> None:
+def test_every_code_is_widened_to_its_number() -> None:
     codes = torch.arange(256, dtype=torch.uint8)
     codes[(codes & 127) == 127] = 0
     codes = codes.view(2, 128).repeat(32, 1).view(E4M3).to(DEVICE)
     x = torch.eye(128, dtype=BF16, device=DEVICE)[:FEW_ROWS]
-    got = fp8_linear(x.contiguous(), Fp8Weight(codes, torch.ones(1, 1, device=DEVICE)))
-    torch.testing.assert_close(got.float(), codes.float().t()[:FEW_ROWS], atol=0, rtol=1e-6)
-    one = Fp8Weight(codes[None].contiguous(), torch.ones(1, 1, 1, device=DEVICE))
-    rows = bucket(torch.zeros(4, 1, dtype=torch.int32, device=DEVICE), torch.ones(4, 1, device=DEVICE), 1)
-    assert torch.equal(fp8_weighted(x[:4].contiguous(), one, rows).float(), codes.float().t()[:4])
+    got = fp8_skinny(x.contiguous(), Fp8Weight(codes, torch.ones(1, 1, device=DEVICE)))
+    assert torch.equal(got.float(), codes.float().t()[:FEW_ROWS])
 
 
 def test_a_block_of_zeros_and_one_of_large_numbers() -> None:
@@ -143,14 +137,16 @@ def test_a_block_of_zeros_and_one_of_large_numbers() -> None:
 
 def test_what_doesnt_fit_is_refused() -> None:
     w = weight(32, 128)
+    with pytest.raises(KernelUnsupported, match="up to 16 rows"):
+        fp8_skinny(random(17, 128), w)
     with pytest.raises(KernelUnsupported, match="float32"):
         fp8_linear(random(2, 128).float(), w)
     with pytest.raises(KernelUnsupported, match="rows of 128 columns"):
         fp8_linear(random(2, 256), w)
     with pytest.raises(KernelUnsupported, match="scales of shape"):
         fp8_linear(random(2, 128), w._replace(rows=16))
-    with pytest.raises(KernelUnsupported, match="contiguous"):
-        quantize_rows(random(4, 256)[:, ::2])
+    with pytest.raises(KernelUnsupported, match="not two"):
+        fp8_skinny(random(2, 128), w, gated=True, split=True)
 
 
 def stack(num: int, size_out: int, size_in: int) -> Fp8Weight:

@@ -1,4 +1,4 @@
-"""The fused decoder over weights in FP8: rows become FP8 too, in two terms where they are few.
+"""The fused decoder over weights in FP8: few rows stay as they are and weights are widened, many rows become FP8 too.
 
 Norms, embedding, head and routers are plain, and so is any projection that a checkpoint left out. Dimensions as in
 fused.py.
@@ -17,7 +17,7 @@ from flowinfer.engine.models.moe import GatedFFN, StackedExperts
 from flowinfer.kernels.activation import silu_mul
 from flowinfer.kernels.experts import Routing
 from flowinfer.kernels.fp8_experts import fp8_experts, fp8_gather_gated, fp8_weighted
-from flowinfer.kernels.fp8_linear import fp8_linear, fp8_product, quantize_rows, terms_of
+from flowinfer.kernels.fp8_linear import FEW_ROWS, fp8_linear, fp8_product, fp8_skinny, quantize_rows
 
 
 def has_fp8(layers: list[Layer]) -> bool:
@@ -64,10 +64,11 @@ class Fp8Model(FusedModel):
         gate_up, down = ffn.gate_up, ffn.down
         if not (isinstance(gate_up, Fp8Linear) and isinstance(down, Fp8Linear)) or gate_up.bias_O is not None:
             return down(silu_mul(gate_up(normed)))
-        terms = terms_of(normed.shape[0])
-        both = fp8_product(quantize_rows(normed, terms=terms), gate_up.weight)
-        gated = quantize_rows(both, gated=True, terms=terms)
-        return fp8_product(gated, down.weight, bias_O=down.bias_O, split=split)
+        if normed.shape[0] <= FEW_ROWS:
+            gated = fp8_skinny(normed, gate_up.weight, gated=True)
+            return fp8_skinny(gated, down.weight, bias_O=down.bias_O, split=split)
+        both = fp8_product(quantize_rows(normed), gate_up.weight)
+        return fp8_product(quantize_rows(both, gated=True), down.weight, bias_O=down.bias_O, split=split)
 
 
 def _product(x: Tensor, projection: Projection) -> Tensor:
