@@ -51,7 +51,7 @@ class CacheLookup(Stage):
     listens = (BlockStored, BlockRemoved, BlocksCleared, WorkerDown, Failure, Cancel, Ended)
 
     class Config(StageConfig):
-        """model, dtype, weights, kv_dtype: whose KV is looked up, as in prefill.  tiers: where blocks are kept, how much.
+        """model, dtype, weights, kv_dtype: whose KV is looked up, as in prefill.  tiers: where blocks are, how much.
 
         tiers.memory is the KV memory of this host, in equal parts of the workers that run a model unless their
         kv_memory says otherwise: what no running request holds of it is cache.
