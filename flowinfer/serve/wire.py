@@ -26,6 +26,7 @@ class Wire(HttpToolsProtocol):
     _head_bytes = 0  # of the request line and the headers that are complete
     _raw_bytes = 0  # that came since the head began, in parts that hold nothing else
     _in_head = True
+    _left_head = False  # a head has ended in the part that was read last
     _refused = False
     _timer: asyncio.TimerHandle | None = None
 
@@ -40,9 +41,10 @@ class Wire(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         if self._refused:
             return
-        began_in_head = self._in_head
+        only_head, self._left_head = self._in_head, False
         super().data_received(data)
-        if began_in_head and self._in_head and not self._refused:  # a header that isn't complete is told by no callback
+        # A header that isn't complete is told by no callback. Behind another request's head it isn't counted yet.
+        if only_head and self._in_head and not self._left_head and not self._refused:
             self._raw_bytes += len(data)
             if self._too_large:
                 self.send_400_response("")
@@ -62,7 +64,7 @@ class Wire(HttpToolsProtocol):
         super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        self._in_head = False
+        self._in_head, self._left_head = False, True
         self._disarm()
         super().on_headers_complete()
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import socket
 from typing import Any
+from unittest.mock import MagicMock
 
 import httpx
 import pytest
+import uvicorn
+from uvicorn.server import ServerState
 
 from flowinfer.serve import wire
 
@@ -65,6 +69,30 @@ def test_a_head_in_many_parts_and_one_behind_a_body_are_counted_right(echoing: A
         connection.sendall(b"connection: close\r\n\r\n")
         answer = b"".join(iter(lambda: connection.recv(65536), b""))
     assert answer.count(b"HTTP/1.1 200") == 2
+
+
+@pytest.mark.parametrize("parts", [1, 2, 7])
+def test_however_the_bytes_come_a_body_is_no_head(parts: int) -> None:
+    """A request with a long body and the beginning of the next one, in parts of any size."""
+    body = b"x" * 200_000
+    data = b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(body) + body + b"GET / HTTP/1.1\r\nhost: x"
+
+    async def read() -> wire.Wire:
+        async def app(*_: Any) -> None:
+            await asyncio.sleep(0)
+
+        config = uvicorn.Config(app)
+        config.load()
+        protocol = wire.Wire(config, ServerState(), {}, asyncio.get_running_loop())
+        protocol.connection_made(MagicMock(spec=asyncio.Transport))
+        size = -(-len(data) // parts)
+        for start in range(0, len(data), size):
+            protocol.data_received(data[start : start + size])
+        await asyncio.sleep(0)  # the application has its turn
+        protocol.connection_lost(None)
+        return protocol
+
+    assert not asyncio.run(read())._refused
 
 
 def test_what_is_no_http_gets_an_error_to_read(service: Any) -> None:
