@@ -22,10 +22,10 @@ AUTO_S, MOST_AUTO_S = 0.05, 0.5  # between which `auto` chooses the longest time
 def auto_budget(fixed_s: float, *, decoding: bool) -> float:
     """Seconds of a step at most, where one without tokens would take fixed_s.
 
-    That is then a tenth of a step at most, and a fortieth while no sequence decodes on the device, so that only other
-    prompts wait for the step's end.
+    That is then a sixteenth of a step at most, and a fortieth while no sequence decodes on the device, so that only
+    other prompts wait for the step's end.
     """
-    return min(max(AUTO_S, (10 if decoding else 40) * fixed_s), MOST_AUTO_S)
+    return min(max(AUTO_S, (16 if decoding else 40) * fixed_s), MOST_AUTO_S)
 
 
 class CostModel(Protocol):

@@ -88,7 +88,8 @@ def test_however_the_bytes_come_a_body_is_no_head(parts: int) -> None:
         size = -(-len(data) // parts)
         for start in range(0, len(data), size):
             protocol.data_received(data[start : start + size])
-        await asyncio.sleep(0)  # the application has its turn
+        for _ in range(3):
+            await asyncio.sleep(0)  # the application has its turn
         protocol.connection_lost(None)
         return protocol
 
