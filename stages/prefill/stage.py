@@ -59,8 +59,8 @@ class Prefill(Stage):
         dtype for many; int8-only and int4-only do without that copy; fp8 on a GPU.  kv_dtype: fp8 keeps keys and values
         in a byte each, on a GPU.
 
-        step_budget: longest time that one step may keep the device; auto: 50ms, or where that is more, sixteen times what
-        a step costs however short (forty times while nothing decodes on the device), 500ms at most.
+        step_budget: longest time that one step may keep the device; auto: 50ms, or where that is more, sixteen times
+        what a step costs however short (forty times while nothing decodes on the device), 500ms at most.
         token_budget: a fixed number of tokens a step instead, for comparison.  max_prompts: prompts being computed at
         once.  wait: longest wait for KV blocks.  pin_timeout: longest wait for another worker's cached prefix before it
         is computed again.
