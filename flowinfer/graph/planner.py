@@ -19,7 +19,7 @@ from flowinfer.graph.model import Graph, StageNode, Wire
 from flowinfer.graph.placement import workers
 from flowinfer.graph.plan import API, FRONT, EdgePlan, NetworkPlan, Plan, ServePlan, StagePlan, WorkerPlan
 from flowinfer.spec import Document, load
-from flowinfer.spec.models import Edge, Worker
+from flowinfer.spec.models import Edge
 from flowinfer.units import format_duration
 
 DEFAULT_CAPACITY = 256
@@ -181,7 +181,7 @@ def _workers(graph: Graph, order: list[str]) -> dict[str, WorkerPlan]:
             replicas=worker.replicas,
             # A worker that loads no weights has no use for a device; `auto` is looked up when the service starts.
             device=worker.device if name in loading or worker.device != "auto" else "cpu",
-            threads=worker.threads or _threads(declared, loading, name),
+            threads=share(worker.threads, _num_cores(), models) if name in loading else worker.threads or 1,
             kv_bytes=worker.kv_memory,
             tier_bytes=memory // models if name in loading else 0,
             log_level=worker.log_level or "",
@@ -196,16 +196,13 @@ def _memory_tier(graph: Graph) -> int:
     return int(max(sizes, default=0))
 
 
-def _threads(declared: dict[str, Worker], loading: set[str | None], name: str) -> int:
-    """Torch threads of a worker: the cores, shared by the processes with a model.
+def share(asked: int, cores: int, engines: int) -> int:
+    """Torch threads of a process that runs a model: as asked, else its part of the cores.
 
     Other processes take little of them, and threads spin for each other so shortly that a core lost now and then
     costs what it computes for somebody else (see runtime.threads).
     """
-    if name not in loading:
-        return 1
-    models = sum(worker.replicas for key, worker in declared.items() if key in loading)
-    return max(1, _num_cores() // models)
+    return asked or max(1, cores // max(1, engines))
 
 
 def _num_cores() -> int:

@@ -10,7 +10,7 @@ import msgspec
 from flowinfer.graph.plan import Plan
 from flowinfer.runtime.boot import ArenaRange, Boot
 from flowinfer.runtime.child import Child
-from flowinfer.runtime.threads import is_crowded, share
+from flowinfer.runtime.threads import is_crowded
 
 if TYPE_CHECKING:
     from flowinfer.runtime.supervisor import Supervisor
@@ -30,7 +30,7 @@ def boot_of(supervisor: Supervisor, child: Child, plan: Plan) -> tuple[Boot, lis
         supervisor_data=supervisor.endpoints.data,
         supervisor_control=supervisor.endpoints.control,
         life_fd=supervisor.life_fd,
-        threads=_threads(supervisor, plan).get(child.worker, (1, plan.workers[child.worker].threads or 1))[1],
+        threads=plan.workers[child.worker].threads,
         crowded=is_crowded(_threads(supervisor, plan), _cores()),
         device=plan.workers[child.worker].device,
         engine_index=engines.index(child.name) if child.name in engines else 0,
@@ -51,10 +51,9 @@ def quarantined(child: Child, arena: ArenaRange) -> ArenaRange:
 
 
 def _threads(supervisor: Supervisor, plan: Plan) -> dict[str, tuple[int, int]]:
-    """Processes, and threads of each, of the workers that run models: as the file says, or a part of the cores."""
+    """Processes, and threads of each, of the workers that run models."""
     running = [plan.workers[name] for name in supervisor.layouts if name in plan.workers]
-    engines = sum(worker.replicas for worker in running)
-    return {worker.name: (worker.replicas, share(worker.threads, _cores(), engines)) for worker in running}
+    return {worker.name: (worker.replicas, worker.threads) for worker in running}
 
 
 def _cores() -> int:

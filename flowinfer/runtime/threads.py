@@ -1,4 +1,4 @@
-"""Threads of worker processes: how many each gets, and how long they spin for each other. Pure."""
+"""Threads of worker processes: how long they spin for each other. Pure."""
 
 from __future__ import annotations
 
@@ -12,11 +12,6 @@ ALONE = {"GOMP_SPINCOUNT": "2000"}
 # two busy cores took ten times as long as without (tests/bench/bench_threads.py). KMP_BLOCKTIME is the same for the
 # OpenMP of LLVM and Intel.
 CROWDED = {"GOMP_SPINCOUNT": "0", "KMP_BLOCKTIME": "0"}
-
-
-def share(asked: int, cores: int, engines: int) -> int:
-    """Threads of a process that runs a model: as asked, else its part of the cores."""
-    return asked or max(1, cores // max(1, engines))
 
 
 def is_crowded(threads: Mapping[str, tuple[int, int]], cores: int) -> bool:

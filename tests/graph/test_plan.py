@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from flowinfer.errors import SpecError
-from flowinfer.graph import build_plan, load_plan
+from flowinfer.graph import build_plan, load_plan, planner
 from flowinfer.graph.checker import check
 from flowinfer.graph.facets import FacetFlow
 from flowinfer.graph.plan import Plan
@@ -132,3 +132,15 @@ def test_the_front_knows_whether_a_stage_reads_calls_and_how_chats_are_told() ->
     assert api()["tools"] is True
     assert api("stages.tokenize.with.tool_parser=none")["tools"] is False
     assert api("stages.tokenize.with.recipe=deepseek-v4")["chat"] == {"recipe": "deepseek-v4"}
+
+
+@pytest.mark.parametrize(
+    ("file", "threads"), [("colocated.yaml", {"engine": 8}), ("prod.yaml", {"prefill": 4, "decode": 4})]
+)
+def test_cores_are_shared_by_the_processes_that_run_a_model(
+    file: str, threads: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(planner, "_num_cores", lambda: 8)
+    workers = load_plan(PIPELINES / file).workers
+    assert {name: worker.threads for name, worker in workers.items() if name != "front"} == threads
+    assert workers["front"].threads == 1

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from flowinfer.runtime.threads import ALONE, CROWDED, is_crowded, share, spinning
+from flowinfer.graph.planner import share
+from flowinfer.runtime.threads import ALONE, CROWDED, is_crowded, spinning
 
 
 @pytest.mark.parametrize(
