@@ -20,7 +20,8 @@ class Needs:
     """An op's requirements. capability: the least one; dtypes: of weights and KV; fallback: what runs instead.
 
     alone: only that generation of cards has the instructions.  anywhere: it is made of torch's ops, for any device.
-    loops: a CPU has it too, in compiled loops (see compiled).
+    loops: a CPU has it too, in compiled loops (see compiled).  pairs: it is for CPUs alone, by their dot products of
+    bfloat16 pairs (see tiles).
     """
 
     op: str
@@ -33,6 +34,7 @@ class Needs:
     alone: bool = False
     anywhere: bool = False
     loops: bool = False
+    pairs: bool = False
 
 
 _FLOATS = ("bfloat16", "float32")
@@ -75,6 +77,7 @@ TABLE: tuple[Needs, ...] = (
         cute=True,
         alone=True,
     ),
+    Needs("tile_linear", (0, 0), ("bfloat16",), "oneDNN's product over a packed weight", triton=False, pairs=True),
     Needs("paged_attention", (0, 0), _FLOATS, "none", triton=False, anywhere=True, loops=True),
     Needs("sampling", (0, 0), ("float32",), "none: logits become float32 before", triton=False, anywhere=True),
     Needs("grouped_mm", (9, 0), ("bfloat16",), "experts: the Triton product", triton=False, torch_op="_grouped_mm"),
@@ -86,6 +89,8 @@ def missing(needs: Needs, capability: Capability | None, dtype: str) -> str:
     """What keeps the op from running there, in words; empty where nothing does. capability None: not a CUDA device."""
     if needs.anywhere:
         return ""
+    if needs.pairs:
+        return _pairs(needs, capability, dtype)
     if capability is None:
         return "a CUDA device"
     if capability < needs.capability:
@@ -102,6 +107,16 @@ def missing(needs: Needs, capability: Capability | None, dtype: str) -> str:
     if needs.torch_op and not _torch_has(needs.torch_op):
         return f"torch.{needs.torch_op}"
     return ""
+
+
+def _pairs(needs: Needs, capability: Capability | None, dtype: str) -> str:
+    from flowinfer.kernels import compiled
+
+    if capability is not None:
+        return "a CPU"
+    if dtype not in needs.dtypes:
+        return f"{' or '.join(needs.dtypes)} (got {dtype})"
+    return compiled.missing() or compiled.missing_pairs()
 
 
 def require(op: str, device: str, dtype: str) -> None:

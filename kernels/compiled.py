@@ -35,6 +35,26 @@ def missing() -> str:
 
 
 @lru_cache
+def missing_pairs() -> str:
+    """What keeps tiles of bfloat16 pairs from running here (see tiles), in words; empty where nothing does."""
+    from llvmlite import binding
+
+    if binding.llvm_version_info < (16,):
+        return "numba 0.62 or later"
+    return "" if binding.get_host_cpu_features().get("avx512bf16") else "a processor with AVX512_BF16"
+
+
+@lru_cache
+def pairs_pay() -> bool:
+    """Whether tiles of bfloat16 pairs are the fastest here: by AMX, oneDNN's products have eight times the rate."""
+    if missing() or missing_pairs():
+        return False
+    from llvmlite import binding
+
+    return not binding.get_host_cpu_features().get("amx-bf16")
+
+
+@lru_cache
 def _openmp() -> ctypes.CDLL | None:
     """The OpenMP that torch computes with: looked up through torch's library, which is bound to it."""
     found = sorted((Path(torch.__file__).parent / "lib").glob("libtorch_cpu.*"))
@@ -57,9 +77,9 @@ class Kernel:
     def __init__(self, function: Any) -> None:
         openmp = _openmp()
         assert openmp is not None, "callers have looked at missing()"
-        self._address: int = function.address
+        self.address: int = function.address
         self._parallel = openmp.GOMP_parallel
-        self._alone = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(self._address)
+        self._alone = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(self.address)
 
     def __call__(self, *numbers: int | Tensor, work: int) -> None:
         """Tensors go in as their addresses: contiguous ones that the caller keeps alive. work: numbers gone through."""
@@ -67,7 +87,7 @@ class Kernel:
         if work <= SMALL:
             self._alone(values.ctypes.data)
         else:
-            self._parallel(self._address, values.ctypes.data, torch.get_num_threads(), 0)
+            self._parallel(self.address, values.ctypes.data, torch.get_num_threads(), 0)
 
 
 def bits(value: float) -> int:
@@ -102,7 +122,8 @@ def scratch(numbers: int) -> tuple[Tensor, int]:
 def kept_in() -> Path:
     """Where compiled code is kept: a folder for these very sources, since numba looks at the age of one file only."""
     here = Path(__file__).parent
-    sources = sorted([here / "compiled.py", here / "loops.py", *here.glob("*/cpu.py")])
+    shared = (here / f"{name}.py" for name in ("compiled", "loops", "program", "tiles"))
+    sources = sorted([*shared, *here.glob("*/cpu*.py")])
     digest = hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()[:16]
     return cache_dir() / "loops" / digest
 
@@ -111,5 +132,5 @@ def name_threads() -> None:
     """Makes OpenMP's questions known to what numba compiles."""
     from llvmlite import binding
 
-    for name in ("omp_get_thread_num", "omp_get_num_threads"):
+    for name in ("omp_get_thread_num", "omp_get_num_threads", "GOMP_barrier"):
         binding.add_symbol(name, ctypes.cast(getattr(_openmp(), name), ctypes.c_void_p).value)

@@ -21,6 +21,7 @@ _ARGUMENTS = types.void(types.CPointer(types.int64))
 
 thread_number = types.ExternalFunction("omp_get_thread_num", types.int32())
 num_threads = types.ExternalFunction("omp_get_num_threads", types.int32())
+_barrier = types.ExternalFunction("GOMP_barrier", types.void())
 
 
 def kernel(function: Callable[[Any], None]) -> compiled.Kernel:
@@ -208,3 +209,43 @@ def rough_exp2(x):
     p = np.float32(0.05508868) * f + np.float32(0.24260405)
     p = p * f + np.float32(0.69327624)
     return times_power(np.float32(p * f + np.float32(0.99992894)), power)
+
+
+@loop
+def largest(x, n):
+    """The largest of n float32."""
+    most = rank(np.float32(-np.inf))
+    for i in range(n):
+        each = rank(x[i])
+        most = each if each > most else most
+    return of_rank(most)
+
+
+@loop
+def scale(x, n, by):
+    """x *= by."""
+    for i in range(n):
+        x[i] *= by
+
+
+@intrinsic
+def _call(typing: Any, address: Any, argument: Any) -> Any:
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        place = context.get_value_type(types.voidptr)
+        kind = ir.FunctionType(ir.VoidType(), [place])
+        builder.call(builder.inttoptr(args[0], kind.as_pointer()), [builder.inttoptr(args[1], place)])
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64), codegen
+
+
+@kernel
+def run_phases(arguments):
+    """Kernels by their addresses, and their arguments', one after the other: see program."""
+    phases, first, last = carray(arguments, 3)
+    rows = carray(pointer(phases), (last, 3), np.int64)
+    for i in range(first, last):
+        address, numbers, waits = rows[i]
+        _call(address, numbers)
+        if waits:
+            _barrier()

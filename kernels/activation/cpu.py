@@ -15,7 +15,7 @@ def silu_mul(gate_up_TI: Tensor) -> Tensor:
     rows, width = gate_up_TI.shape[0], gate_up_TI.shape[1] // 2
     out = gate_up_TI.new_empty(rows, width)
     room, apart = scratch(2 * width)
-    _silu_mul(gate_up_TI, out, room, apart, rows, width, wide(gate_up_TI), work=2 * rows * width)
+    silu_mul_rows(gate_up_TI, out, room, apart, rows, width, wide(gate_up_TI), work=2 * rows * width)
     return out
 
 
@@ -25,8 +25,11 @@ def _gate(gate, up, n):
         gate[i] = gate[i] / (np.float32(1) + exp(-gate[i])) * up[i]
 
 
+SILU_MUL = "gate_up out room apart rows n is_wide"
+
+
 @kernel
-def _silu_mul(arguments):
+def silu_mul_rows(arguments):
     gate_up, out, room, apart, rows, n, is_wide = carray(arguments, 7)
     me, threads = np.int64(thread_number()), np.int64(num_threads())
     size = n * (4 if is_wide else 2)

@@ -25,7 +25,7 @@ def rms_norm(x_TH: Tensor, weight_H: Tensor, eps: float, *, delta: Tensor | None
     normed = x_TH.new_empty(x_TH.shape)
     room, apart = scratch(2 * width)
     added = 0 if delta is None else delta
-    _rms_norm(
+    rms_norm_rows(
         x_TH, added, weight_H, normed, room, apart, rows, width, wide(x_TH), bits(eps), work=2 * rows * width
     )  # fmt: skip
     return x_TH, normed
@@ -48,8 +48,12 @@ def norm_row(x, weight, eps, n, out):
         out[i] = x[i] * scale * weight[i]
 
 
+RMS_NORM = "x delta weights out room apart rows n is_wide eps"
+
+
 @kernel
-def _rms_norm(arguments):
+def rms_norm_rows(arguments):
+    """delta 0: nothing is added."""
     x, delta, weights, out, room, apart, rows, n, is_wide, eps = carray(arguments, 10)
     me, threads = np.int64(thread_number()), np.int64(num_threads())
     size = n * (4 if is_wide else 2)

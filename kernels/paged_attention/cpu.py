@@ -4,8 +4,9 @@ Two ways, by how many queries a sequence has in the step:
 
 - a few (a token that is decoded, drafts): pages are read where they lie, each once for all query heads that share a
   kv head; scores, softmax and sums in float32, a page at a time, as Dao, "FlashAttention-2" (2023) does;
-- many (a chunk of a prompt): tiles of queries by the library's products over the gathered keys, with the softmax
-  between them in place. Keys behind a tile are left out, and what is summed is divided at the end.
+- many (a chunk of a prompt): in tiles of bfloat16 pairs where they pay (see cpu_tiles); elsewhere tiles of queries by
+  the library's products over the gathered keys, with the softmax between them in place. Keys behind a tile are left
+  out, and what is summed is divided at the end.
 
 A row's result doesn't depend on what runs beside it in the first way. Dimensions: T tokens, N query heads, K kv heads,
 G = N / K, D head size, S sequences, L keys.
@@ -21,10 +22,11 @@ import torch
 from numba import carray
 from torch import Tensor
 
-from flowinfer.kernels.compiled import scratch, wide
+from flowinfer.kernels.compiled import pairs_pay, scratch, wide
 from flowinfer.kernels.loops import (
     exp2,
     kernel,
+    largest,
     loop,
     narrowed_up,
     num_threads,
@@ -35,9 +37,18 @@ from flowinfer.kernels.loops import (
     rank,
     read_row,
     rough_exp2,
+    scale,
     thread_number,
     widened,
     write_row,
+)
+from flowinfer.kernels.paged_attention.cpu_tiles import (
+    attend_pages,
+    attend_tiles,
+    pack_pages,
+    packed_bytes,
+    reads_pages,
+    thread_numbers,
 )
 from flowinfer.kernels.rope import Heads
 
@@ -65,14 +76,19 @@ class Plan:
     """The same for all layers. few: int32 rows of (first token, queries, context, row of the block table), or None.
 
     few_keys: keys and values that they read.  parts int64 [parts + 1]: bounds of work for one thread each, counted by
-    (sequence, kv head).
+    (sequence, kv head).  most: query rows of a kv head that one of the few has at most.  chunks: the many, for the
+    library's products.  tiled: those for tiles, int64 rows (first token, queries, context, row of the block table,
+    place of its keys among `packed` bytes), or None.
     """
 
     few: Tensor | None
     few_keys: int
     parts: Tensor
+    most: int
     tables: Tensor
     chunks: tuple[Chunk, ...]
+    tiled: Tensor | None
+    packed: int
 
 
 def plan_pages(
@@ -92,19 +108,32 @@ def plan_pages(
     most = max(1, FEW_ROWS // (heads.num_heads // heads.num_kv_heads))
     is_few = (counts > 0) & (invariant | (counts <= most))
     few = _in_parts(query_starts[:-1], counts, kv_lens, np.flatnonzero(is_few), most)
-    chunks = tuple(
-        Chunk(
-            int(query_starts[s]),
-            int(counts[s]),
-            int(kv_lens[s]),
-            _pages(block_tables[s, : -(-int(kv_lens[s]) // kv.shape[4])], kv),
-        )
-        for s in np.flatnonzero(~is_few & (counts > 0))
+    many = np.flatnonzero(~is_few & (counts > 0))
+    by_tiles = kv.dtype is torch.bfloat16 and heads.head_dim % 32 == 0 and pairs_pay()
+    chunks = (
+        () if by_tiles else tuple(_chunk(s, query_starts, counts, kv_lens, block_tables, kv) for s in many.tolist())
     )
+    tiled, packed = _tiled(query_starts[many], counts[many], kv_lens[many], many, heads) if by_tiles else (None, 0)
     tables = torch.from_numpy(np.ascontiguousarray(block_tables, np.int32))
     parts = torch.from_numpy(_parts(few[:, 2], heads.num_kv_heads, torch.get_num_threads()))
     keys = 2 * heads.num_kv_heads * int(few[:, 2].sum())
-    return Plan(torch.from_numpy(few) if len(few) else None, keys, parts, tables, chunks)
+    rows = max(FEW_ROWS, heads.num_heads // heads.num_kv_heads)
+    return Plan(torch.from_numpy(few) if len(few) else None, keys, parts, rows, tables, chunks, tiled, packed)
+
+
+def _chunk(s: int, query_starts: Int32s, counts: Int32s, kv_lens: Int32s, block_tables: Int32s, kv: Tensor) -> Chunk:
+    pages = _pages(block_tables[s, : -(-int(kv_lens[s]) // kv.shape[4])], kv)
+    return Chunk(int(query_starts[s]), int(counts[s]), int(kv_lens[s]), pages)
+
+
+def _tiled(starts: Int32s, counts: Int32s, kv_lens: Int32s, members: Int64s, heads: Heads) -> tuple[Tensor | None, int]:
+    """Plan.tiled and Plan.packed."""
+    if not len(members):
+        return None, 0
+    sizes = [packed_bytes(int(length), heads.num_kv_heads, heads.head_dim) for length in kv_lens]
+    ends = np.cumsum(sizes)
+    rows = np.stack((starts, counts, kv_lens, members, ends - sizes), 1)
+    return torch.from_numpy(rows.astype(np.int64)), int(ends[-1])
 
 
 def _in_parts(starts: Int32s, counts: Int32s, kv_lens: Int32s, members: Int64s, most: int) -> Int32s:
@@ -134,19 +163,38 @@ def attend(queries: Tensor, kv: Tensor, layer: int, plan: Plan) -> Tensor:
     """[T, N D] of queries [K, T, G, D] as rope.cpu makes them; kv the arena [blocks, layers, 2, K, block_tokens, D]."""
     k, tokens, group, d = queries.shape
     out = queries.new_empty(tokens, k * group * d)
+    layers, block_tokens, width = kv.shape[1], kv.shape[4], plan.tables.shape[1]
     if plan.few is not None:
-        block_tokens = kv.shape[4]
-        most = max(FEW_ROWS, group)
-        room, apart = scratch(2 * block_tokens * d + most * (2 * d + block_tokens + 2))
-        _attend_few(
-            queries, kv, out, plan.few, plan.parts, plan.tables, room, apart,
-            tokens, k, group, d, layer, kv.shape[1], block_tokens, plan.tables.shape[1], len(plan.few), wide(kv), most,
-            len(plan.parts) - 1,
-            work=plan.few_keys * d,
+        shape = tokens, k, group, d, layer, layers, block_tokens, width, len(plan.few)
+        shared = queries, kv, out, plan.few, plan.parts, plan.tables
+        if pages_in_pairs(kv):
+            room, apart = scratch(thread_numbers(d))
+            attend_pages(*shared, room, apart, *shape, len(plan.parts) - 1, work=plan.few_keys * d)
+        else:
+            room, apart = scratch(few_numbers(plan.most, block_tokens, d))
+            attend_few(
+                *shared, room, apart, *shape, wide(kv), plan.most, len(plan.parts) - 1, work=plan.few_keys * d
+            )  # fmt: skip
+    if plan.tiled is not None:
+        packed, num = torch.empty(plan.packed, dtype=torch.uint8), len(plan.tiled)
+        pack_pages(kv, packed, plan.tiled, plan.tables, num, k, d, layer, layers, block_tokens, width, work=plan.packed)
+        room, apart = scratch(thread_numbers(d))
+        attend_tiles(
+            queries, packed, out, plan.tiled, room, apart, num, tokens, k, group, d, work=tokens * plan.packed
         )  # fmt: skip
     for chunk in plan.chunks:
         _attend_chunk(queries, kv, layer, chunk, out)
     return out
+
+
+def pages_in_pairs(kv: Tensor) -> bool:
+    """Whether a few queries of this arena, [blocks, layers, 2, K, block_tokens, D], go by attend_pages."""
+    return kv.dtype is torch.bfloat16 and pairs_pay() and reads_pages(kv.shape[5], kv.shape[4])
+
+
+def few_numbers(most: int, block_tokens: int, head_dim: int) -> int:
+    """float32 numbers of scratch that attend_few needs a thread."""
+    return 2 * block_tokens * head_dim + most * (2 * head_dim + block_tokens + 2)
 
 
 def _attend_chunk(queries: Tensor, kv: Tensor, layer: int, chunk: Chunk, out: Tensor) -> None:
@@ -180,15 +228,6 @@ def _divide(parts: Tensor, sums: Tensor, out: Tensor, start: int, count: int, k:
 
 
 # -------------------------------------------------------------------------------------------------------------- kernels
-
-
-@loop
-def _largest(x, n):
-    most = rank(np.float32(-np.inf))
-    for i in range(n):
-        each = rank(x[i])
-        most = each if each > most else most
-    return of_rank(most)
 
 
 @loop
@@ -229,18 +268,12 @@ def _softmax_rows(arguments):
         seen = before + r // group + 1
         if is_wide:
             single = carray(pointer(scores + 4 * r * n), n, np.float32)
-            total[r] = _powers(single, seen, _largest(single, seen))
+            total[r] = _powers(single, seen, largest(single, seen))
             single[seen:n] = np.float32(0)
         else:
             half = carray(pointer(scores + 2 * r * n), n, np.uint16)
             total[r] = _powers_half(half, seen, _largest_half(half, seen))
             half[seen:n] = np.uint16(0)
-
-
-@loop
-def _scale(x, n, by):
-    for i in range(n):
-        x[i] *= by
 
 
 @kernel
@@ -254,7 +287,7 @@ def _write_divided(arguments):
         for head in range(k * group):
             r = (head // group * count + t) * group + head % group
             read_row(parts + r * size, d, is_wide, row)
-            _scale(row, d, np.float32(1) / total[r])
+            scale(row, d, np.float32(1) / total[r])
             write_row(row, d, is_wide, out + ((start + t) * k * group + head) * size)
 
 
@@ -301,8 +334,14 @@ def _sum_weighted(total, weights, values, count, d):
         _add_weighted(total, weights, values, count, d)
 
 
+ATTEND_FEW = (
+    "queries kv out few parts tables room apart "
+    "tokens k group d layer layers block_tokens width num_few is_wide most num_parts"
+)
+
+
 @kernel
-def _attend_few(arguments):
+def attend_few(arguments):
     given = carray(arguments, 20)
     queries, kv, out, few, parts, tables, room, apart = given[:8]
     tokens, k, group, d, layer, layers, block_tokens, width, num_few, is_wide, most, num_parts = given[8:]
@@ -346,15 +385,15 @@ def _attend_few(arguments):
                     seen = min(held, length - count + r // group + 1 - first)
                     if seen > 0:
                         _scores(query[r], keys, seen, d, weights)
-                        higher = max(peak[r], _largest(weights, seen))
+                        higher = max(peak[r], largest(weights, seen))
                         if higher > peak[r]:
                             fade = exp2(peak[r] - higher)
                             mass[r] *= fade
-                            _scale(total[r], d, fade)
+                            scale(total[r], d, fade)
                             peak[r] = higher
                         mass[r] += _powers(weights, seen, peak[r])
                         _sum_weighted(total[r], weights, values, seen, d)
             for r in range(rows):
-                _scale(total[r], d, np.float32(1) / mass[r])
+                scale(total[r], d, np.float32(1) / mass[r])
                 place = out + ((start + r // group) * k * group + head * group + r % group) * size
                 write_row(total[r], d, is_wide, place)

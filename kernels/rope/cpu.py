@@ -44,7 +44,7 @@ def rope_write(
     queries = qkv_TE.new_empty(k, tokens, n // k, d)
     q_norm, k_norm = qk_norm_D or (0, 0)
     room, apart = scratch(6 * d)
-    _rope_write(
+    rope_write_rows(
         qkv_TE, kv, queries, positions_T, blocks_T, *rope_PD, q_norm, k_norm, room, apart,
         tokens, n, k, d, layer, kv.shape[1], kv.shape[4], wide(kv), bits(eps), work=2 * qkv_TE.numel(),
     )  # fmt: skip
@@ -58,8 +58,14 @@ def _rotate(x, cos, sin, scale, half, out):
         out[i + half] = (x[i + half] * cos[i + half] + x[i] * sin[i + half]) * scale
 
 
+ROPE_WRITE = (
+    "qkv kv queries positions blocks cosines sines q_norm k_norm "
+    "room apart tokens n k d layer layers block_tokens is_wide eps"
+)
+
+
 @kernel
-def _rope_write(arguments):
+def rope_write_rows(arguments):
     given = carray(arguments, 20)
     qkv, kv, queries, positions, blocks, cosines, sines, q_norm, k_norm = given[:9]
     room, apart, tokens, n, k, d, layer, layers, block_tokens, is_wide, eps = given[9:]

@@ -21,6 +21,7 @@ from flowinfer.engine.models.invariant import Invariance, RowsLinear, plain_silu
 from flowinfer.engine.models.linear import Linear
 from flowinfer.engine.models.named import RANDOM
 from flowinfer.errors import ModelError
+from flowinfer.kernels import compiled
 
 SMALL: dict[str, Any] = {
     "vocab_size": 128,
@@ -44,6 +45,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "MixtralForCausalLM": {"num_local_experts": 4, "num_experts_per_tok": 2},
 }
 COMPILED = [f"{name} compiled" for name in ("LlamaForCausalLM", "Qwen3ForCausalLM", "MixtralForCausalLM")]
+TILED = [f"{name} tiled" for name in ("LlamaForCausalLM", "Qwen3ForCausalLM") if compiled.pairs_pay()]
+TILES = {"hidden_size": 128, "intermediate_size": 192, "head_dim": 64}
 BLOCKS = 48
 
 
@@ -61,10 +64,10 @@ def alone(runner: Runner, tokens: np.ndarray) -> torch.Tensor:
     return logits
 
 
-def folder_of(root: Path, architecture: str) -> Path:
+def folder_of(root: Path, architecture: str, sizes: dict[str, Any]) -> Path:
     folder = root / architecture
     folder.mkdir(exist_ok=True)
-    config = SMALL | FAMILIES[architecture] | {"architectures": [architecture]}
+    config = SMALL | FAMILIES[architecture] | {"architectures": [architecture]} | sizes
     (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
     return folder
 
@@ -75,15 +78,17 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], Ru
 
 
 def runner(models: dict[tuple[str, str], Runner], root: Path, name: str, dtype: str) -> Runner:
-    """Of names that end in "compiled": by compiled loops, however small the model is."""
+    """Of names that end in "compiled" and "tiled": by compiled loops, however small the model is."""
     if (name, dtype) not in models:
-        architecture, _, compiled = name.partition(" ")
-        folder = hub.resolve(name) if name == "flowinfer-mini" else folder_of(root, architecture)
+        architecture, _, way = name.partition(" ")
+        sizes = TILES if way == "tiled" else {}
+        folder = hub.resolve(name) if name == "flowinfer-mini" else folder_of(root, architecture, sizes)
         with pytest.MonkeyPatch.context() as patch:
-            if compiled:
+            if way:
                 patch.setattr(load, "COMPILED_FROM", 0)
             models[name, dtype] = make(folder, dtype)
-        assert type(models[name, dtype].model).__name__ == "CompiledModel" or not compiled
+        kind = "TiledModel" if way == "tiled" and dtype == "bfloat16" else "CompiledModel"
+        assert type(models[name, dtype].model).__name__ == kind or not way
     return models[name, dtype]
 
 
@@ -111,7 +116,7 @@ def schedules(draw: st.DrawFn) -> tuple[list[int], list[list[tuple[int, int]]]]:
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-@pytest.mark.parametrize("name", [*FAMILIES, *COMPILED, pytest.param("flowinfer-mini", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", [*FAMILIES, *COMPILED, *TILED, pytest.param("flowinfer-mini", marks=pytest.mark.slow)])
 @settings(max_examples=3, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(plan=schedules())
 def test_bytes_are_the_same_in_any_batch_and_any_chunks(
@@ -145,7 +150,7 @@ def test_deepseek_v4_has_the_same_bytes_in_a_batch_and_in_chunks() -> None:
 
 
 def test_without_the_mode_a_batch_changes_bytes(tmp_path: Path) -> None:
-    run = make(folder_of(tmp_path, "LlamaForCausalLM"), "float32", invariant=False)
+    run = make(folder_of(tmp_path, "LlamaForCausalLM", {}), "float32", invariant=False)
     tokens = text(200, 1)
     pieces = [run.run([(tokens[i : i + 1], i, np.arange(4) + 1)])[0] for i in range(len(tokens))]
     assert not torch.equal(torch.cat(pieces), alone(run, tokens))

@@ -270,8 +270,9 @@ def test_smollm2_gives_the_known_logits_and_answers(smollm2: Path) -> None:
 
 
 @pytest.mark.model
-@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-4), ("bfloat16", 2e-2)])
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-4), ("bfloat16", 5e-2)])
 def test_smollm2_has_the_known_perplexity(smollm2: Path, dtype: str, tolerance: float) -> None:
+    """bfloat16 adds noise of 0.002 to the loss of 1,000 tokens, 0.2 % of the perplexity: two of that are allowed."""
     ids = json.loads((DATA / "smollm2_gsm8k_ids.json").read_text())["ids"]
     [(length, known)] = KNOWN["perplexity"].values()
     assert len(ids) == length

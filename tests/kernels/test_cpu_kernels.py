@@ -78,6 +78,22 @@ def test_attention_over_pages_with_rotation_and_norms(
     _close(case.kv[written], kv[written], dtype)
 
 
+long_sequences = st.lists(
+    st.tuples(st.sampled_from([0, 1, 63, 500, 511, 512, 700, 1100]), st.sampled_from([1, 1, 2, 7, 16, 17, 40, 130])),
+    min_size=1,
+    max_size=4,
+)
+long_heads = st.sampled_from([Heads(9, 3, 64), Heads(2, 2, 128), Heads(14, 2, 64), Heads(5, 1, 128), Heads(4, 2, 96)])
+
+
+@given(sequences=long_sequences, heads=long_heads, block=st.sampled_from([16, 64, 128]))
+@settings(max_examples=25, deadline=None)
+def test_attention_over_contexts_that_are_summed_in_parts(sequences: Sequences, heads: Heads, block: int) -> None:
+    case = Case(sequences, heads, torch.bfloat16, norms=False, block=block)
+    want, _ = case.reference()
+    _close(case.run(), want, torch.bfloat16)
+
+
 def test_a_token_gets_the_same_bytes_whatever_is_decoded_beside_it() -> None:
     many = Case([(40, 1), (3, 2), (77, 1), (0, 1)], Heads(9, 3, 64), torch.bfloat16, norms=False)
     together = many.run()
@@ -102,21 +118,21 @@ def test_other_dtypes_are_refused() -> None:
 class Case:
     """Random heads of a step; what lies in pages before it is random, the rest of the arena is NaN."""
 
-    def __init__(self, sequences: Sequences, heads: Heads, dtype: torch.dtype, norms: bool) -> None:
+    def __init__(self, sequences: Sequences, heads: Heads, dtype: torch.dtype, norms: bool, block: int = BLOCK) -> None:
         torch.manual_seed(len(sequences))
         rng = np.random.default_rng(3)
         n, k, d = self.heads = heads
         counts = np.array([count for _, count in sequences], np.int32)
         self.lengths = np.array([before + count for before, count in sequences], np.int32)
-        most = -(-int(self.lengths.max()) // BLOCK)
+        most = -(-int(self.lengths.max()) // block)
         self.tables = rng.permutation(most * len(counts)).reshape(len(counts), most).astype(np.int32)
         self.starts = np.cumsum([0, *counts]).astype(np.int32)
-        self.kv = torch.full((most * len(counts), 2, 2, k, BLOCK, d), float("nan"), dtype=dtype)
+        self.kv = torch.full((most * len(counts), 2, 2, k, block, d), float("nan"), dtype=dtype)
         for s, (before, _) in enumerate(sequences):
             for t in range(before):
-                self.kv[self.tables[s, t // BLOCK], 1, :, :, t % BLOCK] = torch.randn(2, k, d).to(dtype)
+                self.kv[self.tables[s, t // block], 1, :, :, t % block] = torch.randn(2, k, d).to(dtype)
         positions = [np.arange(length - count, length) for length, count in zip(self.lengths, counts, strict=True)]
-        blocks = [self.tables[s, at // BLOCK] for s, at in enumerate(positions)]
+        blocks = [self.tables[s, at // block] for s, at in enumerate(positions)]
         self.positions = torch.from_numpy(np.concatenate(positions).astype(np.int64))
         self.blocks = torch.from_numpy(np.concatenate(blocks).astype(np.int32))
         self.qkv = torch.randn(int(counts.sum()), (n + 2 * k) * d).to(dtype)

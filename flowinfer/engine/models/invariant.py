@@ -77,6 +77,7 @@ class Invariance:
 
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
         self.device, self.dtype = device, dtype
+        self.make: Make = make_linear  # of a CPU's products
         self._proven: dict[object, tuple[int, int, bool]] = {}
         self._attention: dict[object, Sizes] = {}
         if device.type == "cpu":
@@ -86,7 +87,7 @@ class Invariance:
         """The product of this weight. On a GPU plain: kernels of one tile shape run it (see fused_invariant)."""
         if self.device.type != "cpu":
             return Linear(weight_OI, bias_O)
-        return self.wrap(make_linear(weight_OI, bias_O), weight_OI.shape, weight_OI.dtype, bias=bias_O is not None)
+        return self.wrap(self.make(weight_OI, bias_O), weight_OI.shape, weight_OI.dtype, bias=bias_O is not None)
 
     def wrap(self, inner: Projection, shape: torch.Size, dtype: torch.dtype, *, bias: bool = False) -> Projection:
         """Any product of a weight [out, in], in calls of sizes that are proven for its kind and shape."""

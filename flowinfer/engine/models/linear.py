@@ -9,6 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from flowinfer.kernels.tile_linear import TileWeight, missing, tile_linear
+
 
 class Projection(Protocol):
     """Maps [T, in] to [T, out]."""
@@ -45,12 +47,27 @@ class PackedLinear:
         return y_TO
 
 
+class TileLinear:
+    """bfloat16 product in tiles over a packed weight (see kernels.tile_linear): any number of rows on a CPU."""
+
+    def __init__(self, weight_OI: Tensor, bias_O: Tensor | None = None) -> None:
+        self.weight = TileWeight(weight_OI, bias_O)
+
+    def __call__(self, x_TI: Tensor) -> Tensor:
+        return tile_linear(x_TI.contiguous(), self.weight)
+
+
 PACK_ROWS = 16  # rows that the packed layout is chosen for
 
 
 def make_linear(weight_OI: Tensor, bias_O: Tensor | None = None) -> Projection:
     """The best Projection here; the caller drops its reference to weight_OI, so that one copy stays."""
     return (PackedLinear if can_pack(weight_OI) else Linear)(weight_OI, bias_O)
+
+
+def make_tiles(weight_OI: Tensor, bias_O: Tensor | None = None) -> Projection:
+    """A product in tiles where this weight has one, else as make_linear; for models that run by compiled loops."""
+    return make_linear(weight_OI, bias_O) if missing(weight_OI) else TileLinear(weight_OI, bias_O)
 
 
 def can_pack(weight: Tensor) -> bool:

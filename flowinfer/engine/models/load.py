@@ -17,7 +17,7 @@ from flowinfer.engine.models.decoder import Layer, Model
 from flowinfer.engine.models.deepseek_v4.config import V4Config
 from flowinfer.engine.models.fp8 import Fp8Experts, Fp8Linear, make_fp8
 from flowinfer.engine.models.invariant import Invariance
-from flowinfer.engine.models.linear import Make, Projection, make_linear
+from flowinfer.engine.models.linear import Make, Projection, make_linear, make_tiles
 from flowinfer.engine.models.moe import ExpertFFN, GatedFFN, StackedExperts, zero_load
 from flowinfer.engine.models.named import RandomWeights, wants_random
 from flowinfer.engine.models.quantized import Makers, makers
@@ -82,7 +82,11 @@ class _Loader:
         self.config = config
         self.weights = weights
         self.invariance = invariance
-        self.make: Make = make_linear if invariance is None else invariance.linear  # of what stays as it is
+        self.compiles = _pays_to_compile(config, weights.device, weights.dtype)
+        plain = make_tiles if self.compiles and compiled.pairs_pay() else make_linear
+        if invariance is not None:
+            invariance.make = plain
+        self.make: Make = plain if invariance is None else invariance.linear  # of what stays as it is
         self.pack, self.make_head = own or Makers(self.make, self.make)
         self.fused = _can_fuse(weights.device, weights.dtype)
         if invariance is not None and weights.device.type != "cpu" and not self.fused:
@@ -122,10 +126,11 @@ class _Loader:
 
             kind = Fp8Model if has_fp8(layers) else FusedModel if self.invariance is None else InvariantModel
             return kind(config, embed_VH, layers, norm_H, head_VH, rope)
-        if _pays_to_compile(config, weights.device, weights.dtype):
+        if self.compiles:
             from flowinfer.engine.models.compiled import CompiledModel
+            from flowinfer.engine.models.tiled import TiledModel, can_tile
 
-            return CompiledModel(config, embed_VH, layers, norm_H, head_VH, rope)
+            return (TiledModel if can_tile(layers) else CompiledModel)(config, embed_VH, layers, norm_H, head_VH, rope)
         return Model(config, embed_VH, layers, norm_H, head_VH, rope)
 
     def _layer(self, index: int) -> Layer:
