@@ -22,7 +22,7 @@ from torch import Tensor
 
 from flowinfer.engine.draft_plan import DraftPlan
 from flowinfer.kernels.decode_attention import DecodeBatch, Scratch
-from flowinfer.kernels.draw import SlotSettings, advance_drawn
+from flowinfer.kernels.draw import SlotSettings, advance_drawn, draw_scratch
 from flowinfer.kernels.greedy import advance_greedy, greedy_scratch
 from flowinfer.message import Ids
 
@@ -114,6 +114,7 @@ class DecodeGraphs:
         self._start(model, kv, batch)
         self.scratch = Scratch.make(self.sizes[-1], model.heads, model.device)
         self._greedy = greedy_scratch(self.sizes[-1], model.config.vocab_size, model.device)
+        self._drawing = draw_scratch(self.sizes[-1], model.config.vocab_size, model.device)
 
     def _start(self, model: FusedModel | FusedV4, kv: Tensor, batch: Batch) -> None:
         self.model, self.kv, self.batch = model, kv, batch
@@ -317,7 +318,9 @@ class DecodeGraphs:
         logits = self.model.decode(self.last, batch, self.kv, self.scratch, experts, self._logits[:size])
         counts = self.rows_by_expert(experts, slots)
         if drawn:
-            advance_drawn(logits, slots, self.last, self.lengths, self._chosen[:size], self.settings)
+            advance_drawn(
+                logits, slots, self.last, self.lengths, self._chosen[:size], self.settings, self._drawing
+            )  # fmt: skip
         else:
             advance_greedy(logits, slots, self.last, self.lengths, self._chosen[:size], self._greedy)
         return counts

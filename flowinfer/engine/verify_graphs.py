@@ -22,7 +22,7 @@ from torch import Tensor
 from flowinfer.engine.decode_graphs import Flight, Judged, Ring, Steps
 from flowinfer.engine.step import Features
 from flowinfer.kernels.decode_attention import DecodeBatch
-from flowinfer.kernels.draw import SlotSettings, advance_drawn
+from flowinfer.kernels.draw import SlotSettings, advance_drawn, draw_scratch
 from flowinfer.kernels.greedy import advance_greedy, greedy_scratch
 from flowinfer.kernels.ngram import look_up, lookup_scratch
 from flowinfer.kernels.verify import Drafted, Rows, Verdict, advance_verified, spread_rows, verdict_width
@@ -74,6 +74,7 @@ class VerifyGraphs:
         model = self.graphs.model
         self._scratch = model.verify_scratch(max(self.sizes, default=1), self.rows)
         self._greedy = greedy_scratch(rows, model.config.vocab_size, model.device)
+        self._drawing = draw_scratch(rows, model.config.vocab_size, model.device)
         self._lookup = lookup_scratch(sequences, model.device)
 
     def capture(self) -> None:
@@ -211,7 +212,7 @@ class VerifyGraphs:
         advance_greedy(logits, rows.ids, self._space, rows.lengths, chosen, self._greedy)
 
     def _draw(self, logits: Tensor, rows: Rows, chosen: Tensor) -> None:
-        advance_drawn(logits, rows.ids, self._space, rows.lengths, chosen, rows.settings)
+        advance_drawn(logits, rows.ids, self._space, rows.lengths, chosen, rows.settings, self._drawing)
 
     def _look_up(self, slots: Tensor, history: Tensor, lengths: Tensor, ngram: tuple[int, int]) -> None:
         tokens, num = self.drafted.tokens, self.drafted.num

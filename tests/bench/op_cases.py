@@ -19,7 +19,7 @@ from flowinfer.kernels.activation import silu_mul
 from flowinfer.kernels.copy_blocks import copy_blocks
 from flowinfer.kernels.decode_attention import DecodeBatch, Scratch, decode_attention
 from flowinfer.kernels.dequantize import dequantize
-from flowinfer.kernels.draw import SlotSettings, advance_drawn
+from flowinfer.kernels.draw import SlotSettings, advance_drawn, draw_scratch
 from flowinfer.kernels.experts import experts, route
 from flowinfer.kernels.greedy import advance_greedy, greedy_scratch
 from flowinfer.kernels.invariant_attention import TILE_ROWS, Parts, invariant_attention
@@ -261,7 +261,8 @@ def draw(s: Shape) -> Iterator[Case]:
         full = lambda value: torch.full((rows,), value, device=s.device)  # noqa: E731
         seeds = torch.arange(rows, device=s.device)
         settings = SlotSettings(full(0.8), full(top_k).int(), full(top_p), full(min_p), seeds)
-        call = lambda x, a=(state, settings): advance_drawn(x, *a[0], a[1])  # noqa: E731
+        scratch = draw_scratch(rows, s.vocab, torch.device(s.device))
+        call = lambda x, a=(state, settings, scratch): advance_drawn(x, *a[0], a[1], a[2])  # noqa: E731
         yield Case(f"{rows} x {s.vocab}, {name}", _over(_logits(s, rows), call), rows * s.vocab * 2)
 
 

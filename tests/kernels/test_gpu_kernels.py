@@ -18,7 +18,7 @@ from flowinfer.kernels import decode_attention as decode_module
 from flowinfer.kernels.activation import silu_mul, silu_mul_reference
 from flowinfer.kernels.copy_blocks import copy_blocks, copy_blocks_reference
 from flowinfer.kernels.decode_attention import DecodeBatch, Scratch, decode_attention, decode_attention_reference
-from flowinfer.kernels.draw import SlotSettings, advance_drawn, advance_drawn_reference
+from flowinfer.kernels.draw import SlotSettings, advance_drawn, advance_drawn_reference, draw_scratch
 from flowinfer.kernels.experts import bucket, experts, experts_reference, gather_gated, route, route_reference, weighted
 from flowinfer.kernels.greedy import advance_greedy, advance_greedy_reference, greedy_scratch
 from flowinfer.kernels.norm import rms_norm, rms_norm_reference
@@ -286,7 +286,8 @@ def test_drawn_tokens_are_those_of_the_sampler(dtype: torch.dtype) -> None:
     slots[2] = -1
     state = [torch.zeros(count, dtype=torch.int32), torch.arange(count).int(), torch.zeros(count, dtype=torch.int32)]
     mine = [tensor.clone().to(DEVICE) for tensor in (slots, *state)]
-    advance_drawn(logits, *mine, SlotSettings(*(column.to(DEVICE) for column in settings)))
+    moved = SlotSettings(*(column.to(DEVICE) for column in settings))
+    advance_drawn(logits, *mine, moved, draw_scratch(count, vocab, logits.device))
     advance_drawn_reference(logits.cpu(), slots, *state, settings)
     for got, want in zip(mine, (slots, *state), strict=True):
         assert torch.equal(got.cpu(), want)

@@ -16,7 +16,7 @@ from flowinfer.errors import KernelUnsupported
 from flowinfer.kernels import decode_attention as decode_module
 from flowinfer.kernels import ngram
 from flowinfer.kernels.decode_attention import DecodeBatch
-from flowinfer.kernels.draw import SlotSettings, advance_drawn
+from flowinfer.kernels.draw import SlotSettings, advance_drawn, draw_scratch
 from flowinfer.kernels.greedy import advance_greedy, greedy_scratch
 from flowinfer.kernels.ngram import look_up, look_up_reference, lookup_scratch
 from flowinfer.kernels.rope import Heads
@@ -192,7 +192,8 @@ def test_drafts_that_hold_move_the_batch_on_as_single_steps_would(rows: int, dra
         chosen = torch.zeros(len(got.tokens), dtype=torch.int32, device=DEVICE)
         dummy = torch.zeros_like(chosen)
         if warm:
-            advance_drawn(at, got.ids, dummy, got.lengths.clone(), chosen, got.settings)
+            space = draw_scratch(len(chosen), VOCAB, chosen.device)
+            advance_drawn(at, got.ids, dummy, got.lengths.clone(), chosen, got.settings, space)
         else:
             advance_greedy(
                 at, got.ids, dummy, got.lengths.clone(), chosen, greedy_scratch(len(chosen), VOCAB, chosen.device)
@@ -225,6 +226,7 @@ def test_drafts_that_hold_move_the_batch_on_as_single_steps_would(rows: int, dra
                 advance_drawn(
                     logits[before[slot] + j].view(1, -1), int32(0).to(DEVICE), torch.zeros_like(alone),
                     (before[slot : slot + 1] + j).to(DEVICE), alone, SlotSettings(*one),
+                    draw_scratch(1, VOCAB, alone.device),
                 )  # fmt: skip
                 assert host.history[slot, before[slot] + j] == alone.item()
     assert held > 0 or rows == 1
