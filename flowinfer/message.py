@@ -405,12 +405,14 @@ class Moved(Event):
     """These requests are now held by `worker`; goes to the gateway, whose ledger fails them if that one dies.
 
     shared: the worker that held them before still does, so that the death of one of the two harms nobody.
+    giver: who says that it has given them away; the taker may have said so before, and may have passed them on since.
     """
 
     ids: list[str]
     worker: str = ""
     generation: int = 0
     shared: bool = False
+    giver: str = ""
 
 
 class WorkerDown(Event):

@@ -43,6 +43,7 @@ from flowinfer.runtime.events import (
 from flowinfer.runtime.group import Group, Host
 from flowinfer.runtime.inbox import Account, Debt, Grants, Inbox
 from flowinfer.runtime.loading import Loader, LoadStage
+from flowinfer.runtime.moves import Moves
 from flowinfer.runtime.outbox import Outbox
 from flowinfer.runtime.rewire.graft import Layer
 from flowinfer.runtime.rewire.member import Member
@@ -80,6 +81,7 @@ class Worker(Group):
         self.outputs: dict[str, Outbox] = {}
         self.peers: dict[str, int] = {}  # live workers other than this one, with their generations
         self.num_unsent = 0
+        self.moves = Moves()
         self._dead: dict[str, int] = {}  # last generation of each worker that died
         self._moved: list[str] = []
         self._epochs: dict[str, int] = {}  # by lane and sender: the newest of its frames
@@ -196,7 +198,9 @@ class Worker(Group):
                 self.channel.send_event(peer, event)
         elif to == self.name:
             self._events.append(event)
-        elif not self.channel.send_event(to, event):
+        elif self.channel.send_event(to, event):
+            self.moves.note_sent(event, to)
+        else:
             self.num_unsent += 1
 
     # -- receiving -----------------------------------------------------------------------------------------------------
@@ -227,6 +231,7 @@ class Worker(Group):
             elif isinstance(event, Regrant):
                 self._take_regrant(header, event)
             elif isinstance(event, Event):
+                self.moves.note_received(event, header.sender)
                 self.handle(event)
 
     def _meet(self, header: Header) -> None:
@@ -386,7 +391,8 @@ class Worker(Group):
     def hand_on(self, request: str, to: str) -> None:
         super().hand_on(request, to)
         if to:
-            self.emit(Moved(ids=[request], worker=to, generation=self.peers.get(to, 0)), self.front)
+            moved = Moved(ids=[request], worker=to, generation=self.peers.get(to, 0), giver=self.name)
+            self.emit(moved, self.front)
 
     # -- credit --------------------------------------------------------------------------------------------------------
 
@@ -480,6 +486,7 @@ class Worker(Group):
         self.peers.pop(down.worker, None)
         self.channel.disconnect(down.worker)
         self.grants.forget(down.worker)
+        self.moves.forget(down.worker)
         for outbox in self.outputs.values():
             for request in outbox.drop(down.worker, down.generation):
                 if request not in self.closed:

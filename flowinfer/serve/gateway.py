@@ -241,9 +241,7 @@ class Gateway(Stage):
             case Failure():
                 self._fail(event.id, _error_of(event))
             case Moved():
-                for ledger in (self.ledger, *([self.arms.copies] if self.arms is not None else ())):
-                    lost = ledger.move(event.ids, event.worker, event.generation, shared=event.shared)
-                    self._lose(lost, event.worker)
+                self._move(event)
             case WorkerDown():
                 self._worker_down(event)
             case WorkerUp():
@@ -331,6 +329,15 @@ class Gateway(Stage):
         if self.arms is not None:
             self._cancelled += self.arms.leave(dropped)
         return ()
+
+    def _move(self, moved: Moved) -> None:
+        ledgers = (self.ledger, *([self.arms.copies] if self.arms is not None else ()))
+        for ledger in ledgers:
+            lost = ledger.move(moved.ids, moved.worker, moved.generation, shared=moved.shared, giver=moved.giver)
+            self._lose(lost, moved.worker)
+        # One that ended while it moved: a worker that began after the end was told hasn't heard of it.
+        if over := [id for id in moved.ids if not any(id in ledger for ledger in ledgers)]:
+            self.ctx.send(Cancel(ids=over), to=moved.worker)
 
     def _worker_down(self, event: WorkerDown) -> None:
         self.admission.worker_down(event.worker, event.generation)

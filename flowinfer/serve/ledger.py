@@ -70,14 +70,19 @@ class Ledger:
             self.num_started -= 1
         return entry
 
-    def move(self, ids: Iterable[str], worker: str, generation: int, *, shared: bool = False) -> list[str]:
+    def move(
+        self, ids: Iterable[str], worker: str, generation: int, *, shared: bool = False, giver: str = ""
+    ) -> list[str]:
         """These requests are held by this worker now; shared: and still by who held them.
 
+        giver: this worker in place of that one; where that one holds it no more, it has come further already.
         Returns those that nobody holds, since that worker is dead meanwhile.
         """
         entries = [entry for id in ids if (entry := self._open.get(id))]
+        if giver:
+            entries = [entry for entry in entries if any(holder == giver for holder, _ in entry.holders)]
         for entry in entries:
-            others = tuple(holder for holder in entry.holders if holder[0] != worker) if shared else ()
+            others = [holder for holder in entry.holders if holder[0] not in (worker, giver)] if shared or giver else ()
             entry.holders = (*others, (worker, generation))
         dead = self._dead.get(worker, 0)
         return [entry.id for entry in entries if _loses(entry, worker, dead)] if generation <= dead else []

@@ -161,8 +161,9 @@ class KVTransfer(Stage):
         """Sets blocks aside for a prompt that is about to be computed, and asks for them."""
         if not self.takes_offers or self.ctx.is_over(offer.id) or offer.generation <= self.dead.get(offer.owner, 0):
             return
-        if offer.id in self.engine.held and offer.id not in self.incoming.arrivals:
-            return  # it has come already
+        arrival = self.incoming.arrivals.get(offer.id)
+        if arrival.sequence is not None if arrival else offer.id in self.engine.held:
+            return  # its sequence has come before: it travels by another lane
         if offer.layout != self.engine.layout.digest:
             metrics.counter("transfer_failures_total").labels(reason="layout").inc()
             mine = self.engine.layout.traits()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import time
 from collections.abc import Iterable
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 import numpy as np
 from decode_loop import prompt
+from delivery import Post, SureChannel
 
 from flowinfer.channel import Channel, Endpoints
 from flowinfer.engine.layout import KVLayout
@@ -30,6 +32,7 @@ from flowinfer.message import (
 from flowinfer.runtime.clock import SystemClock
 from flowinfer.runtime.group import Host
 from flowinfer.runtime.loading import load_class
+from flowinfer.runtime.rewire.balance import imbalances
 from flowinfer.runtime.worker import Worker
 from flowinfer.serve.ledger import Entry, Ledger
 from flowinfer.stage import Arena, Clock, Stage
@@ -111,15 +114,20 @@ class Door(Stage):
         if isinstance(event, Failure) and event.id not in self.ended:
             self._close(event.id, event)
         elif isinstance(event, Moved):
-            for id in self.ledger.move(event.ids, event.worker, event.generation, shared=event.shared):
+            lost = self.ledger.move(event.ids, event.worker, event.generation, shared=event.shared, giver=event.giver)
+            for id in lost:
                 self._close(id, "worker died")
+            self.ctx.send(Cancel(ids=[id for id in event.ids if id not in self.ledger]), to=event.worker)
         elif isinstance(event, WorkerDown):
             for id in self.ledger.lost(event.worker, event.generation):
                 self._close(id, "worker died")
 
 
 class Cluster:
-    """front.0, prefill.0 and decode instances that come and go. shared: one arena, else KV travels in frames."""
+    """front.0, prefill.0 and decode instances that come and go. shared: one arena, else KV travels in frames.
+
+    What a worker has sent is there at the next turn of who gets it; with delays, that or some turns later.
+    """
 
     def __init__(
         self,
@@ -132,8 +140,10 @@ class Cluster:
         lookup: dict[str, Any] | None = None,
         transfer: dict[str, Any] | None = None,
         clock: Clock | None = None,
+        delays: random.Random | None = None,
     ) -> None:
         self.clock = clock or SystemClock()
+        self.post = Post(delays)
         named = {"model": str(model), "dtype": "float32"}
         kinds: dict[str, tuple[str, dict[str, Any]]] = {
             "api": ("api", {}),
@@ -174,7 +184,7 @@ class Cluster:
     def add(self, name: str) -> Any:
         """Starts an instance and connects it with the others."""
         place = len(self.channels)
-        channel = Channel(name)
+        channel = SureChannel(name, self.post)
         endpoints = channel.bind_ipc(self.folder)
         host = Host(arena=lambda layout: self._arena(layout, name, place))
         worker = Worker(
@@ -225,7 +235,9 @@ class Cluster:
     def is_empty(self, name: str) -> bool:
         """Nobody counts on this instance any more, which is when a change ends it."""
         holders = {holder for entry in self.door.ledger._open.values() for holder, _ in entry.holders}
-        return name not in holders and all(worker.member.is_drained() for worker in self.workers.values())
+        if name in holders or not all(worker.member.is_drained() for worker in self.workers.values()):
+            return False
+        return not imbalances({other: worker.member.count(0) for other, worker in self.workers.items()}, [name])
 
     def retire(self, name: str) -> None:
         """Ends an instance that is empty, as a change does: what it sent last arrives."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -12,8 +13,9 @@ from services import loaded
 
 from flowinfer.codec import Header
 from flowinfer.errors import FlowInferError
-from flowinfer.message import Event, Stats
+from flowinfer.message import Event, Moved, Prompt, Replay, Sampling, Stats
 from flowinfer.runtime.events import Counted, Heartbeat
+from flowinfer.runtime.moves import Moves
 from flowinfer.runtime.rewire.balance import imbalances, summary
 from flowinfer.runtime.rewire.vitals import Limits, Reading, Vitals, breach, read
 from flowinfer.runtime.supervisor import Supervisor
@@ -136,6 +138,17 @@ def test_an_imbalance_is_told_with_its_numbers() -> None:
         "back.0 still has 1 open requests",
         "the old stages of front.0 still have 2 of 9 requests",
     ]
+
+
+def test_what_was_moved_from_who_leaves_must_have_arrived() -> None:
+    moves = Moves()
+    moves.note_sent(Replay(prompt=Prompt(id="r", tokens=np.zeros(1, np.int32), sampling=Sampling())), "front.0")
+    leaver, taker = counted(sent=tuple(moves.sent())), Moves()
+    before = {"back.0": leaver, "front.0": counted(received=tuple(taker.received()))}
+    assert imbalances(before, ["back.0"]) == ["edge moves: back.0 sent 1, front.0 received 0"]
+    taker.note_received(Moved(ids=["r"]), "back.0")
+    after = {"back.0": leaver, "front.0": counted(received=tuple(taker.received()))}
+    assert imbalances(after, ["back.0"]) == []
 
 
 class Sent:

@@ -335,6 +335,40 @@ def test_a_request_that_moved_on_survives(service: Any) -> None:
     assert asked.result().status_code == 200
 
 
+def test_a_giver_that_speaks_late_is_not_believed(service: Any) -> None:
+    """decode.0 gave the request to decode.1, which passed it on before decode.0's own word of that has come."""
+    asked = Background(service)
+    call = service.next_call()
+    service.put(Moved(ids=[call.id], worker="decode.0", generation=1))
+    service.put(Moved(ids=[call.id], worker="decode.1", generation=1, shared=True))
+    service.put(Moved(ids=[call.id], worker="prefill.0", generation=1, giver="decode.1"))
+    service.put(Moved(ids=[call.id], worker="decode.2", generation=1))
+    service.put(Moved(ids=[call.id], worker="decode.1", generation=1, giver="decode.0"))
+    service.put(WorkerDown(worker="decode.1", generation=1))
+    service.say(call.id, "fine", finish="stop")
+    assert asked.result().status_code == 200
+
+
+def test_what_a_giver_says_first_holds_until_the_taker_speaks(service: Any) -> None:
+    asked = Background(service)
+    call = service.next_call()
+    service.put(Moved(ids=[call.id], worker="decode.0", generation=1))
+    service.put(Moved(ids=[call.id], worker="prefill.0", generation=1, giver="decode.0"))
+    service.put(WorkerDown(worker="decode.0", generation=1))
+    service.put(WorkerDown(worker="prefill.0", generation=1))
+    assert "prefill.0" in asked.result().json()["error"]["message"]
+
+
+def test_a_worker_that_takes_over_what_has_ended_is_told(service: Any) -> None:
+    """It may have begun after everybody else was."""
+    asked = Background(service)
+    call = service.next_call()
+    service.say(call.id, "fine", finish="stop")
+    asked.result()
+    service.put(Moved(ids=[call.id], worker="decode.1", generation=1, shared=True))
+    service.wait_sent(Cancel, call.id)
+
+
 def test_the_death_of_an_older_generation_harms_nobody(service: Any) -> None:
     asked = Background(service)
     call = service.next_call()

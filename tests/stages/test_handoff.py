@@ -198,14 +198,17 @@ def test_a_death_in_the_middle_of_a_move_loses_nothing_that_the_other_worker_kno
 def test_whatever_happens_each_answer_is_right_and_every_block_is_free(
     model: Path, start: Any, tmp_path: Path, seed: int
 ) -> None:
-    """Little memory, requests that come and are cancelled at any moment, decoders that follow each other."""
+    """Little memory, late messages, requests that come and are cancelled at any moment, decoders that follow."""
     rng = random.Random(seed)
     wanted = []
     for n in range(12):
         sampling = {"temperature": rng.choice([0.0, 0.8]), "seed": n}
         wanted.append(prompt(f"r{n}", some(n, rng.randrange(1, 160)), max_tokens=rng.randrange(1, 80), **sampling))
     cluster: Cluster = start(
-        shared=rng.random() < 0.6, draft=rng.choice(["none", "ngram", "head"]), blocks=rng.choice([10, 20])
+        shared=rng.random() < 0.6,
+        draft=rng.choice(["none", "ngram", "head"]),
+        blocks=rng.choice([10, 20]),
+        delays=random.Random(seed),
     )
     victims = rng.sample([p.id for p in wanted], 3)
     current, number = "decode.0", 0

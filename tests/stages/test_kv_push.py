@@ -589,8 +589,22 @@ def test_an_offer_that_comes_when_the_request_is_over_takes_no_block(start: Any)
     intercept(cluster, "decode.0", KVOffer, lambda event, hear: late.append((event, hear)))
     cluster.send(*prompts("r", [200]))
     cluster.finish(["r-200"])
+    cluster.turn()  # decode hears that it's over
     cluster.until(lambda: is_clean(cluster))
     for event, hear in late:
         hear(event)
     cluster.turn(2)
     assert is_clean(cluster)
+
+
+def test_an_offer_that_comes_behind_its_sequence_takes_nothing_from_it(start: Any, expected: list[list[int]]) -> None:
+    """Offers and sequences travel by different lanes."""
+    cluster, late, blocks = start(), [], []
+    intercept(cluster, "decode.0", KVOffer, lambda event, hear: late.append((event, hear)))
+    intercept(cluster, "decode.0", KVData, lambda event, hear: blocks.append((event, hear)))
+    cluster.send(*prompts("r", [330]))
+    cluster.until(lambda: len(blocks) == 6)
+    for event, hear in [*late, *blocks]:
+        hear(event)
+    assert cluster.finish(["r-330"])["r-330"] == expected[-1]
+    cluster.until(lambda: is_clean(cluster))

@@ -68,7 +68,7 @@ class Member:
             case Hurry(number=number, mode=mode) if number == self._number:
                 self._hurry(mode)
             case Count(number=number):
-                self._say(self._count(number))
+                self._say(self.count(number))
             case Retire(number=number) if number == self._number:
                 self._retire()
 
@@ -190,18 +190,23 @@ class Member:
         if self.worker.layers and not self.on_probation:  # what was aborted ends within a moment
             self.worker.call_at(None, self.worker.clock.now() + CHECK_S, self._close_old)
 
-    def _count(self, number: int) -> Counted:
+    def count(self, number: int) -> Counted:
+        """What this worker has sent and received, and what of it is still open."""
         worker = self.worker
-        sent = tuple(
+        sent = [
             (edge, consumer.name, consumer.num_sent)
             for edge, outbox in worker.outputs.items()
             for consumer in outbox.consumers.values()
-        )
+        ]
+        if worker.name in self.leaving:  # what it moved must have arrived; others move more all the time
+            sent += worker.moves.sent()
         layered = [request for layer in worker.layers for request in layer.ids if layer.runs]
         return Counted(
             number=number,
-            sent=sent,
-            received=tuple(found for found in worker.grants.counts() if found[1] in worker.peers),
+            sent=tuple(sent),
+            received=tuple(
+                found for found in (*worker.grants.counts(), *worker.moves.received()) if found[1] in worker.peers
+            ),
             open=len(worker.open_requests),
             layered=len(layered),
             left=sum(request in worker.open_requests for request in layered),
