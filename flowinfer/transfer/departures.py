@@ -54,8 +54,15 @@ class Departures:
         metrics.counter("sequences_moved_total").labels(by=self.mode).inc()
 
     def take_back(self, request: str) -> Sequence | None:
-        """An offer that came to nothing: the sequence goes on here. None if it isn't offered (any more)."""
+        """An offer that came to nothing: the sequence goes on here. None if it isn't offered (any more).
+
+        Of one that was cancelled meanwhile, what was lent comes free.
+        """
         if request not in self.offered:
+            held = self.engine.held.get(request)
+            if held is not None and held.lessee is not None:
+                held.lessee = None
+                self.engine.release(request, held.history)
             return None
         sequence, _ = self.offered.pop(request)
         self.engine.held[request].lessee = None

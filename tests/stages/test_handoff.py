@@ -12,7 +12,7 @@ from cluster import Cluster, prompt
 from decode_loop import save_random_llama
 from drafters import save_random_head
 
-from flowinfer.message import Finish, KVData, Prompt
+from flowinfer.message import Finish, HandOffRefused, KVData, Prompt
 from flowinfer.transfer.tcp import TcpReceiver
 
 VOCAB, CONTEXT = 96, 512
@@ -171,6 +171,24 @@ def test_a_worker_without_room_is_asked_again_while_the_sequence_runs_on(
     pool.release(taken)
     cluster.until(lambda: cluster.is_empty("decode.0"))
     assert cluster.finish(expected) == expected
+    check_clean(cluster)
+
+
+def test_what_is_cancelled_while_it_is_offered_is_free_when_the_other_refuses(start: Any) -> None:
+    cluster, refused = start(), []
+    started(cluster)
+    taker, giver = cluster.add("decode.1").by_name["decode"].stage.engine, cluster.workers["decode.0"]
+    taken, hear = taker.pool.allocate(taker.pool.num_free), giver.handle
+    giver.handle = lambda event: refused.append(event) if isinstance(event, HandOffRefused) else hear(event)
+    cluster.leave("decode.0", "handoff")
+    cluster.until(lambda: len(refused) == 6)
+    for request in list(cluster.door.tokens):
+        cluster.cancel(request)
+    cluster.turn(2)
+    assert cluster.engine("decode.0").held, "lent, for all that this worker knows"
+    for event in refused:
+        hear(event)
+    taker.pool.release(taken)
     check_clean(cluster)
 
 
