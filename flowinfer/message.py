@@ -101,6 +101,7 @@ class Call(Message):
     id is unique in the life of the service. deadline is in seconds of the host's monotonic clock, None for no limit.
     session: what requests of one session share (a user, a conversation), for an experiment that splits by it.
     arm: "b" for what goes the way of an experiment's arm B; the loop keeps it through all stages.
+    hops: from worker to worker, so far; the loop counts them.
     """
 
     id: str
@@ -117,6 +118,7 @@ class Call(Message):
     session: str = ""
     arm: str = ""
     cache_in_memory: bool = False  # its blocks are kept in memory only, never on disk or in an object store
+    hops: int = 0
 
 
 class PrefixHint(msgspec.Struct, array_like=True, kw_only=True):
@@ -160,6 +162,7 @@ class Prompt(Message):
     arm: str = ""  # as in Call
     progress: Progress | None = None
     cache_in_memory: bool = False  # its blocks are kept in memory only, never on disk or in an object store
+    hops: int = 0  # as in Call
 
     @property
     def history(self) -> Ids:
@@ -405,14 +408,14 @@ class Moved(Event):
     """These requests are now held by `worker`; goes to the gateway, whose ledger fails them if that one dies.
 
     shared: the worker that held them before still does, so that the death of one of the two harms nobody.
-    giver: who says that it has given them away; the taker may have said so before, and may have passed them on since.
+    hops: of each, how often it has changed workers: what two workers say may come in any order.
     """
 
     ids: list[str]
     worker: str = ""
     generation: int = 0
     shared: bool = False
-    giver: str = ""
+    hops: list[int] = []
 
 
 class WorkerDown(Event):

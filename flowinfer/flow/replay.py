@@ -115,7 +115,7 @@ def _put(service: LocalService, inward: dict[str, EdgePlan], record: Record) -> 
     edge = inward[record.edge]
     request = getattr(message, "id", "")
     if request:
-        service.group.open_requests[request] = None
+        service.group.open_requests[request] = 0
         service.group.learn_arm(message)
     service.group.by_name[edge.target].inboxes[edge.port].messages.append(message)
 

@@ -80,7 +80,8 @@ class Group:
         self.front = f"{plan.stages[API].worker if API in plan.stages else FRONT}.0"
         self.objects: dict[object, Any] = {}
         self.closed = ClosedRequests()
-        self.open_requests: dict[str, None] = {}
+        self.open_requests: dict[str, int] = {}  # with the hops that each took to come here
+        self._coming_hops = 0  # of the request that the event at hand brings
         self.arms: dict[str, str] = {}  # of those requests, which go by another arm of an experiment than A
         self.num_late: dict[str, int] = {}
         self.num_reclaimed = 0
@@ -245,7 +246,8 @@ class Group:
                 before = [(layer.ids, _all(self._puts(run.edges_for(kind, outputs)))) for layer, outputs in run.layers]
                 puts = (forked(before, _all(puts)),)
             if "id" in kind.__struct_fields__:
-                puts = (self._guard(puts, opens=run.name == API),)
+                counts_hops = "hops" in kind.__struct_fields__
+                puts = (self._guard(puts, opens=run.name == API, counts_hops=counts_hops),)
         run.routes[kind] = puts
         return puts
 
@@ -257,14 +259,16 @@ class Group:
         theirs = tuple(put for arm, put in ways if arm != "a")
         return (forked([(self.arms, _all(theirs))], _all(put for arm, put in ways if arm != "b")),)
 
-    def _guard(self, puts: tuple[Put, ...], *, opens: bool) -> Put:
+    def _guard(self, puts: tuple[Put, ...], *, opens: bool, counts_hops: bool) -> Put:
         def guarded(message: Any) -> None:
             if message.id in self.closed:
                 self.refuse(message, "closed")
                 return
             if opens:
-                self.open_requests[message.id] = None
+                self.open_requests[message.id] = 0
                 self.learn_arm(message)
+            if counts_hops:
+                message.hops = self.open_requests.get(message.id, 0)
             if self.arms and hasattr(message, "arm"):  # which a stage that makes another message may have lost
                 message.arm = self.arms.get(message.id, "")
             for put in puts:
@@ -366,16 +370,17 @@ class Group:
             self.end(event.ids)
         elif isinstance(event, TraceAsk):
             self._tell_trace(event.id)
-        other = self._other_arm(event)
+        other = self._take_carried(event)
         for run in self._listening(type(event)):
             if run.plan.arm != other or not other:
                 self._work(run, lambda run=run: run.stage.observe(event))  # type: ignore[misc]
 
-    def _other_arm(self, event: Event) -> str:
+    def _take_carried(self, event: Event) -> str:
         """Of an event that brings a request here, the arm whose stages it's no concern of; of others, none."""
         carried = event.sequence if isinstance(event, HandOff) else event.prompt if isinstance(event, Replay) else None
         if carried is None:
             return ""
+        self._coming_hops = carried.hops + 1
         if carried.id not in self.closed:
             self.learn_arm(carried)
         return "a" if carried.arm == "b" else "b"
@@ -500,7 +505,7 @@ class Group:
         if request in self.closed:
             self.num_late["closed"] = self.num_late.get("closed", 0) + 1
             return False
-        self.open_requests[request] = None
+        self.open_requests[request] = self._coming_hops
         return True
 
     def hand_on(self, request: str, to: str) -> None:

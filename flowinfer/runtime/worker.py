@@ -311,14 +311,14 @@ class Worker(Group):
                 self.settle((Debt(account, cost, (request,)),))
             else:
                 alive.append(message)
-                self.open_requests[request] = None
+                self.open_requests[request] = getattr(message, "hops", 0) + 1
                 self.learn_arm(message)
                 self._moved.append(request)
         return alive
 
     def _announce(self) -> None:
         moved, self._moved = self._moved, []
-        self.emit(Moved(ids=moved, worker=self.name, generation=self.generation), self.front)
+        self._tell_moved(moved, self.name, self.generation)
 
     # -- changes of the graph ------------------------------------------------------------------------------------------
 
@@ -384,15 +384,19 @@ class Worker(Group):
     def take_over(self, request: str, *, shared: bool) -> bool:
         if not super().take_over(request, shared=shared):
             return False
-        moved = Moved(ids=[request], worker=self.name, generation=self.generation, shared=shared)
-        self.emit(moved, self.front)
+        self._tell_moved([request], self.name, self.generation, shared=shared)
         return True
 
     def hand_on(self, request: str, to: str) -> None:
-        super().hand_on(request, to)
         if to:
-            moved = Moved(ids=[request], worker=to, generation=self.peers.get(to, 0), giver=self.name)
-            self.emit(moved, self.front)
+            self._tell_moved([request], to, self.peers.get(to, 0), further=1)
+        super().hand_on(request, to)
+
+    def _tell_moved(
+        self, requests: list[str], to: str, generation: int, *, shared: bool = False, further: int = 0
+    ) -> None:
+        hops = [self.open_requests.get(request, 0) + further for request in requests]
+        self.emit(Moved(ids=requests, worker=to, generation=generation, shared=shared, hops=hops), self.front)
 
     # -- credit --------------------------------------------------------------------------------------------------------
 

@@ -333,7 +333,7 @@ class Gateway(Stage):
     def _move(self, moved: Moved) -> None:
         ledgers = (self.ledger, *([self.arms.copies] if self.arms is not None else ()))
         for ledger in ledgers:
-            lost = ledger.move(moved.ids, moved.worker, moved.generation, shared=moved.shared, giver=moved.giver)
+            lost = ledger.move(moved.ids, moved.worker, moved.generation, shared=moved.shared, hops=moved.hops)
             self._lose(lost, moved.worker)
         # One that ended while it moved: a worker that began after the end was told hasn't heard of it.
         if over := [id for id in moved.ids if not any(id in ledger for ledger in ledgers)]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from itertools import chain, repeat
 
 from flowinfer.errors import RequestError
 from flowinfer.message import Piece
@@ -31,6 +32,14 @@ class Entry:
     last_at: float = 0.0
     tokens: int = 0
     holders: tuple[tuple[str, int], ...] = ()
+    hops: int = 0
+
+    def come_to(self, hops: int) -> bool:
+        """Notes how often it has changed workers; False where it has come further."""
+        if hops < self.hops:
+            return False
+        self.hops = hops
+        return True
 
 
 class Ledger:
@@ -71,18 +80,17 @@ class Ledger:
         return entry
 
     def move(
-        self, ids: Iterable[str], worker: str, generation: int, *, shared: bool = False, giver: str = ""
+        self, ids: Iterable[str], worker: str, generation: int, *, shared: bool = False, hops: Iterable[int] = ()
     ) -> list[str]:
         """These requests are held by this worker now; shared: and still by who held them.
 
-        giver: this worker in place of that one; where that one holds it no more, it has come further already.
+        hops: of each; what is said of fewer hops than are known already comes late, and counts for nothing.
         Returns those that nobody holds, since that worker is dead meanwhile.
         """
-        entries = [entry for id in ids if (entry := self._open.get(id))]
-        if giver:
-            entries = [entry for entry in entries if any(holder == giver for holder, _ in entry.holders)]
+        found = [(self._open.get(id), number) for id, number in zip(ids, chain(hops, repeat(0)), strict=False)]
+        entries = [entry for entry, number in found if entry is not None and entry.come_to(number)]
         for entry in entries:
-            others = [holder for holder in entry.holders if holder[0] not in (worker, giver)] if shared or giver else ()
+            others = tuple(holder for holder in entry.holders if holder[0] != worker) if shared else ()
             entry.holders = (*others, (worker, generation))
         dead = self._dead.get(worker, 0)
         return [entry.id for entry in entries if _loses(entry, worker, dead)] if generation <= dead else []

@@ -114,7 +114,7 @@ class Door(Stage):
         if isinstance(event, Failure) and event.id not in self.ended:
             self._close(event.id, event)
         elif isinstance(event, Moved):
-            lost = self.ledger.move(event.ids, event.worker, event.generation, shared=event.shared, giver=event.giver)
+            lost = self.ledger.move(event.ids, event.worker, event.generation, shared=event.shared, hops=event.hops)
             for id in lost:
                 self._close(id, "worker died")
             self.ctx.send(Cancel(ids=[id for id in event.ids if id not in self.ledger]), to=event.worker)

@@ -21,8 +21,7 @@ LATE = 0.4  # of the frames that a look could take, those that wait for the next
 class Post:
     """What the channels of a cluster know of each other: frames under way, by sender and receiver.
 
-    delays: holds frames back for some looks; those of one sender on one lane keep their order, and no others do. Not
-    those to the front: it believes in the order in which several workers say that they have a request.
+    delays: holds frames back for some looks; those of one sender on one lane keep their order, and no others do.
     """
 
     def __init__(self, delays: random.Random | None = None) -> None:
@@ -65,7 +64,7 @@ class SureChannel(Channel):
             more_events, more_data = self._look(1.0)
             events += more_events
             data += more_data
-        if self.post.delays is None or self.name.startswith("front"):
+        if self.post.delays is None:
             return events, data
         return self._delayed("events", events, self.post.delays), self._delayed("data", data, self.post.delays)
 

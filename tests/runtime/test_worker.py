@@ -178,7 +178,7 @@ def test_requests_that_arrive_are_announced_to_the_front(make: Make, front: Peer
     worker = make()
     front.told(Credit)
     worker._take_data(frame("r1", "r2"))
-    assert front.told(Moved) == [Moved(ids=["r1", "r2"], worker="back.0", generation=1)]
+    assert front.told(Moved) == [Moved(ids=["r1", "r2"], worker="back.0", generation=1, hops=[1, 1])]
 
 
 def test_credit_of_a_held_port_comes_back_with_its_amount_when_the_stage_gives_it_back(make: Make, front: Peer) -> None:
