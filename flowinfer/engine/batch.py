@@ -110,6 +110,12 @@ class Batch:
         self.joined.append(slot)
         return slot
 
+    def append_blocks(self, slots: Ids, counts: Ids, blocks: list[int]) -> None:
+        """Puts counts[i] more blocks at the end of each slot's table, in turn."""
+        columns = np.arange(len(blocks)) - np.repeat(np.cumsum(counts) - counts - self.num_blocks[slots], counts)
+        self.blocks[np.repeat(slots, counts), columns] = blocks
+        self.num_blocks[slots] += counts
+
     def history(self, slot: int) -> Ids:
         """A copy of the tokens of this slot, prompt and output."""
         return self.tokens[slot, : self.num_tokens[slot]].copy()

@@ -28,13 +28,16 @@ from flowinfer.message import Ids
 
 if TYPE_CHECKING:
     from flowinfer.engine.batch import Batch
-    from flowinfer.engine.expert_load import ExpertLoad
+    from flowinfer.engine.expert_load import ExpertLoad, LoadWindow
     from flowinfer.engine.models.deepseek_v4.fused import FusedV4
     from flowinfer.engine.models.fused import FusedModel
     from flowinfer.engine.verify_graphs import VerifyGraphs
 
 FINE, COARSE = 16, 32  # steps between batch sizes up to 128 rows, and above
 IN_FLIGHT = 4  # buffers for what steps give: more than are ever on their way
+BOOKED = (
+    8  # steps whose rows by expert go to the host together: a copy, an event and sums a step cost more than all else
+)
 
 
 class Event(Protocol):
@@ -143,9 +146,8 @@ class DecodeGraphs:
         self._counts: list[Tensor] = []  # of the last step
         self.plan = DraftPlan()
         self.verifying: VerifyGraphs | None = None  # steps with drafts, as `plan` has them
-        self.load: ExpertLoad | None = None  # where the rows of each expert are booked, a step or two late
-        self._loads: deque[tuple[Tensor, Event]] = deque()
-        self._load_ring: Ring | None = None
+        self.load: ExpertLoad | None = None  # where the rows of each expert are booked, up to 2 * BOOKED steps late
+        self._rows: ExpertRows | None = None
 
     def capture(self, progress: Callable[[int, int], None] | None = None) -> None:
         """Captures all batch sizes, the largest first: the others reuse its memory."""
@@ -207,28 +209,19 @@ class DecodeGraphs:
         return Judged(None, self._logits[: len(slots)].float(), None, time.perf_counter() - began)
 
     def replay(self, steps: Steps, *, greedy: bool = False) -> None:
-        """Starts a step over those that were prepared; its rows by expert go to the host."""
+        """Starts a step over those that were prepared; its rows by expert are kept."""
         step = steps.drawn if self._is_drawn and not greedy else steps.greedy
         step.graph.replay()
         self._counts = step.counts
-        self._send_load()
+        if step.counts and self.load is not None:
+            if self._rows is None:
+                self._rows = ExpertRows(step.counts[0], self.load.windows["decode"])
+            self._rows.keep(step.counts[0], self.event)
 
     def experts_touched(self) -> list[int]:
         """Distinct experts that the last step used, by expert layer; empty for a dense model."""
         touched: list[int] = (self._counts[0] > 0).sum(1).tolist() if self._counts else []
         return touched
-
-    def _send_load(self) -> None:
-        """Starts the way of this step's expert rows to the host, and books those that have arrived. Doesn't wait."""
-        if not self._counts or self.load is None:
-            return
-        while self._loads and self._loads[0][1].query():
-            self.load.windows["decode"].add(self._loads.popleft()[0].numpy().copy())
-        (counts,) = self._counts
-        if self._load_ring is None:
-            self._load_ring = Ring(counts.numel(), counts.device)
-        if len(self._loads) < IN_FLIGHT - 1:  # one that isn't booked must not be written over
-            self._loads.append((self._load_ring.take(counts, len(counts)), self.event()))
 
     # ------------------------------------------------------------------------------------------------- state by slot
 
@@ -369,6 +362,29 @@ class Ring:
             view = self._buffers[self._turn][: rows * given[:1].numel()].view(shape)
             self._views[self._turn, shape] = view
         return view.copy_(given[:rows] if rows < len(given) else given, non_blocking=True)
+
+
+class ExpertRows:
+    """Rows of each expert of steps that have run: on the device, until BOOKED steps go to the host and are booked."""
+
+    def __init__(self, counts_LE: Tensor, window: LoadWindow) -> None:
+        self._window = window
+        self._kept = torch.zeros(BOOKED, *counts_LE.shape, dtype=torch.int32, device=counts_LE.device)
+        self._places = list(self._kept)
+        self._num = 0
+        self._ring = Ring(self._kept.numel(), counts_LE.device)
+        self._sent: deque[tuple[Tensor, Event]] = deque()
+
+    def keep(self, counts_LE: Tensor, event: Callable[[], Event]) -> None:
+        """Those of the step that was started last. Doesn't wait."""
+        self._places[self._num].copy_(counts_LE, non_blocking=True)
+        self._num += 1
+        if self._sent and self._sent[0][1].query():
+            self._window.add_all(self._sent.popleft()[0].numpy())
+        if self._num == BOOKED:
+            self._num = 0
+            if len(self._sent) < IN_FLIGHT - 1:  # what isn't booked must not be written over
+                self._sent.append((self._ring.take(self._kept, BOOKED), event()))
 
 
 class Staging:

@@ -1,7 +1,7 @@
 """Rows that each routed expert got, by layer and step, of prefill and decode apart. Decides nothing.
 
 A model's expert layers add to `counts` as they run; the engine moves them here behind each step. On a GPU a decode
-step in a graph has counts of its own, which travel with its tokens, so that nobody waits for them.
+step in a graph has counts of its own, which stay there and come to the host several steps at a time: nobody waits.
 
 Dimensions: L layers with experts, E experts, W steps.
 """
@@ -37,6 +37,14 @@ class LoadWindow:
         oldest[:] = counts_LE
         self.num_steps += 1
         self.num_rows += int(counts_LE.sum())
+
+    def add_all(self, counts_WLE: Counts) -> None:
+        """As many steps, oldest first, copied; at most as many as are kept."""
+        at = np.arange(self.num_steps, self.num_steps + len(counts_WLE)) % len(self._ring)
+        self._total += counts_WLE.sum(0) - self._ring[at].sum(0)
+        self._ring[at] = counts_WLE
+        self.num_steps += len(counts_WLE)
+        self.num_rows += int(counts_WLE.sum())
 
     def recent(self) -> Counts:
         """int32 [W, L, E], oldest first, W up to STEPS; a copy."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from flowinfer.engine.pool import KVPool
 from flowinfer.message import Event, Ids, KVFetch, KVPin, KVRelease, KVUnpin, LeaseQuery, WorkerDown, WorkerUp
 
 # What other workers ask of an engine; every stage that has one listens to these and passes them on.
@@ -53,6 +55,18 @@ class HeldKV:
     def own_blocks(self) -> list[int]:
         """Those that this worker's pool must take back."""
         return [*self.blocks[self.num_leased :], *self.spare.values()]
+
+
+def grow_all(held: Sequence[HeldKV], counts: Sequence[int], pool: KVPool) -> list[int] | None:
+    """counts[i] more blocks for each: all of them, in turn. None, and nothing changed, where the pool has too few."""
+    fresh = pool.allocate(sum(counts))
+    if fresh is None:
+        return None
+    at = 0
+    for one, count in zip(held, counts, strict=True):
+        one.blocks += fresh[at : at + count]
+        at += count
+    return fresh
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 
 from flowinfer.engine.formats import KVDtype, Weights
-from flowinfer.engine.held import KV_EVENTS, Run
+from flowinfer.engine.held import KV_EVENTS, Run, grow_all
 from flowinfer.engine.step import Features
 from flowinfer.errors import RequestError
 from flowinfer.message import Event, HandOffRefused, Ids, KVRecall, Leave, Logits, Message, Proposal, Sequence
@@ -340,6 +340,8 @@ class MoeDecode(Stage):
         short = blocks_short(wanted, batch.num_blocks[slots], batch.block_tokens)
         if not short.any():
             return slots, counts, tokens
+        if self._grow_all(slots[short > 0], short[short > 0]):
+            return slots, counts, tokens
         preempted = False
         for i in np.flatnonzero(short).tolist():
             slot = int(slots[i])
@@ -352,6 +354,14 @@ class MoeDecode(Stage):
             return slots, counts, tokens
         alive = np.array([batch.ids[slot] is not None for slot in slots.tolist()], bool)
         return slots[alive], counts[alive], tokens[np.repeat(alive, counts)]
+
+    def _grow_all(self, slots: Ids, short: Ids) -> bool:
+        """Gives each sequence the blocks that it is short of; False, and nobody gets any, where they don't suffice."""
+        held = [self.engine.held[self.batch.ids[slot]] for slot in slots.tolist()]
+        fresh = grow_all(held, short.tolist(), self.engine.pool)
+        if fresh is not None:
+            self.batch.append_blocks(slots, short, fresh)
+        return fresh is not None
 
     def _grow(self, slot: int, num_tokens: int) -> bool:
         batch = self.batch

@@ -116,6 +116,7 @@ class SpecVerify(Stage):
         self.stops = StopRules(slots, batch.max_tokens, batch.eos_token_ids)
         self.tenants = Tenants(batch, on_leave=self._leave)
         self.num_top: dict[int, int] = {}  # of the slots that asked for logprobs
+        self._named: tuple[Ids | None, int, list[str]] = None, -1, []  # slots, the batch's changes, requests
         self._next: Callable[[], None] | None = None
         self._wanted = self.config
         self._draft_by(self.config, make_drafter(self.config, batch))
@@ -301,7 +302,7 @@ class SpecVerify(Stage):
         kept = np.arange(verdict.tokens.shape[1]) < verdict.counts[:, None]
         message = Tokens(
             step=step.step,
-            ids=[self.tenants.ids[slot] for slot in slots],
+            ids=self._ids_of(verdict.slots, slots),
             counts=verdict.counts,
             tokens=verdict.tokens[kept],
             opened=self.tenants.open(slots),
@@ -313,6 +314,14 @@ class SpecVerify(Stage):
             stop = int(verdict.tokens[i, verdict.counts[i] - 1]) if reason == STOP else None
             message.finished[i] = self.tenants.finish(slots[i], _REASONS[reason], stop)
         return message
+
+    def _ids_of(self, named: Ids, slots: list[int]) -> list[str]:
+        """Requests of these slots. The batch gives the same array as long as the same sequences run."""
+        known, changes, ids = self._named
+        if known is not named or changes != self.batch.num_changes:
+            ids = [self.tenants.ids[slot] for slot in slots]
+            self._named = named, self.batch.num_changes, ids
+        return ids
 
     def _logprobs(self, step: Logits, verdict: Verdict, slots: list[int]) -> dict[int, list[TokenLogprob]]:
         from flowinfer.engine.sampling import token_logprob

@@ -10,7 +10,7 @@ import pytest
 import torch
 from decode_loop import Service, prompt
 
-from flowinfer.engine.decode_graphs import count_rows
+from flowinfer.engine.decode_graphs import BOOKED, ExpertRows, count_rows
 from flowinfer.engine.expert_load import ExpertLoad, LoadWindow
 from flowinfer.engine.models import load_model
 from flowinfer.engine.models.decoder import Model
@@ -26,6 +26,55 @@ def test_a_window_keeps_the_newest_steps_in_order() -> None:
     assert window.recent()[:, 0, 0].tolist() == [2, 3, 4]
     assert window.num_steps == 5 and window.num_rows == 15
     assert window.peaks().tolist() == [9 / 6]
+
+
+def test_steps_booked_together_are_as_booked_one_by_one() -> None:
+    counts = np.random.default_rng(0).integers(0, 9, (17, 2, 3)).astype(np.int32)
+    one, together = (LoadWindow(layers=2, experts=3, steps=7) for _ in range(2))
+    for step in counts:
+        one.add(step)
+    for start, end in ((0, 5), (5, 12), (12, 17)):
+        together.add_all(counts[start:end])
+    assert (one.recent() == together.recent()).all() and (one.peaks() == together.peaks()).all()
+    assert (one.num_steps, one.num_rows) == (together.num_steps, together.num_rows)
+
+
+class Arrives:
+    """An event of the device that has come once it is told so."""
+
+    def __init__(self) -> None:
+        self.come = False
+
+    def query(self) -> bool:
+        return self.come
+
+    def synchronize(self) -> None:
+        raise AssertionError("nobody waits for the rows of experts")
+
+
+def test_rows_of_experts_are_booked_together_once_they_have_arrived() -> None:
+    window = LoadWindow(layers=1, experts=2)
+    rows, events = ExpertRows(torch.zeros(1, 2, dtype=torch.int32), window), []
+
+    def event() -> Arrives:
+        events.append(Arrives())
+        return events[-1]
+
+    def keep(first: int, count: int) -> None:
+        for step in range(first, first + count):
+            rows.keep(torch.tensor([[step, 1]], dtype=torch.int32), event)
+
+    keep(0, 2 * BOOKED)
+    assert window.num_steps == 0 and len(events) == 2
+    events[0].come = True
+    keep(2 * BOOKED, 1)
+    assert window.recent()[:, 0, 0].tolist() == list(range(BOOKED))
+    keep(2 * BOOKED + 1, 9 * BOOKED)  # nothing arrives: what finds no room is lost, nothing is written over
+    for late in events:
+        late.come = True
+    keep(0, 5)
+    booked = window.recent()[:, 0, 0].tolist()
+    assert booked == list(range(4 * BOOKED)), "and none is mixed with another"
 
 
 def test_a_window_of_few_steps_has_only_those() -> None:

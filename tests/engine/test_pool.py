@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -9,6 +10,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from flowinfer.cache.policies.density import HitDensity
 from flowinfer.cache.policies.eviction import LRU
+from flowinfer.engine.batch import Batch
+from flowinfer.engine.held import HeldKV, grow_all
 from flowinfer.engine.pool import KVPool
 
 
@@ -166,3 +169,22 @@ class PoolMachine(RuleBasedStateMachine):
 
 TestPoolMachine = PoolMachine.TestCase
 TestPoolMachine.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+
+
+def test_several_requests_grow_together_or_not_at_all() -> None:
+    pool = make_pool(6)
+    held = [HeldKV(id=name, blocks=pool.allocate(1) or []) for name in "ab"]
+    assert grow_all(held, [3, 2], pool) is None
+    assert [len(one.blocks) for one in held] == [1, 1] and pool.num_free == 4
+    fresh = grow_all(held, [1, 2], pool)
+    assert fresh == [*held[0].blocks[1:], *held[1].blocks[1:]] and [len(one.blocks) for one in held] == [2, 3]
+
+
+def test_new_blocks_stand_behind_those_that_each_slot_has() -> None:
+    batch = Batch(
+        max_slots=4, max_tokens=64, max_drafts=0, block_tokens=8, eos_token_ids=(), vocab_size=9, on_finish=print
+    )
+    batch.num_blocks[:] = 1, 0, 3, 2
+    batch.append_blocks(np.array([3, 0], np.int32), np.array([2, 1], np.int32), [70, 71, 72])
+    assert batch.num_blocks.tolist() == [2, 0, 3, 4]
+    assert batch.blocks[3, :4].tolist() == [0, 0, 70, 71] and batch.blocks[0, :2].tolist() == [0, 72]
