@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ipaddress
 import logging
 import socket
@@ -28,6 +29,7 @@ log = logging.getLogger(__name__)
 Item = Piece | RequestError
 START_TIMEOUT_S = 30.0
 STOP_TIMEOUT_S = 5.0  # for responses that are being written when the service stops
+CLOSED_CHECK_S = 0.002  # between two looks, while it stops
 KEEP_ALIVE_S = 75  # idle connections; longer than the 60 s after which common proxies give up first
 
 
@@ -63,6 +65,8 @@ class HttpServer:
         """Lets responses finish for a few seconds, then closes."""
         self._gateway.after_step = lambda: None
         self._server.should_exit = True
+        with contextlib.suppress(RuntimeError):  # the loop is closed: it has ended by itself
+            self._loop.call_soon_threadsafe(self._server.exits.set)
         self._thread.join(STOP_TIMEOUT_S + 1.0)
 
     def sink(self, mailbox: Mailbox) -> Callable[[Item], None]:
@@ -105,11 +109,15 @@ async def _end_tasks() -> None:
 
 
 class _Uvicorn(uvicorn.Server):
-    """uvicorn, telling when it accepts connections."""
+    """uvicorn, telling when it accepts connections. Its own looks ten times a second whether it shall end.
+
+    exits: set in its loop, with should_exit.
+    """
 
     def __init__(self, config: uvicorn.Config, on_started: Callable[[], None]) -> None:
         super().__init__(config)
         self._on_started = on_started
+        self.exits = asyncio.Event()
 
     def startup(self, sockets: list[socket.socket] | None = None) -> Coroutine[Any, Any, None]:
         return self._startup(sockets)
@@ -117,6 +125,29 @@ class _Uvicorn(uvicorn.Server):
     async def _startup(self, sockets: list[socket.socket] | None) -> None:
         await super().startup(sockets)
         self._on_started()
+
+    async def main_loop(self) -> None:
+        """Renews the date of the headers each second, until the end."""
+        while not await self.on_tick(0):
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self.exits.wait(), 1.0)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Accepts nothing more, and closes connections as their responses end."""
+        for listener in (*self.servers, *(sockets or ())):
+            listener.close()
+        for connection in list(self.server_state.connections):
+            connection.shutdown()
+        state, deadline = self.server_state, self._now() + STOP_TIMEOUT_S
+        while (state.connections or state.tasks) and self._now() < deadline:
+            await asyncio.sleep(CLOSED_CHECK_S)
+        for task in state.tasks:
+            task.cancel()
+        for server in self.servers:
+            await server.wait_closed()
+
+    def _now(self) -> float:
+        return asyncio.get_running_loop().time()
 
 
 def _config(app: App, gateway: Gateway) -> uvicorn.Config:
@@ -134,7 +165,6 @@ def _config(app: App, gateway: Gateway) -> uvicorn.Config:
         server_header=False,
         proxy_headers=False,  # a wrapper around every request, for an address that nobody reads
         timeout_keep_alive=KEEP_ALIVE_S,
-        timeout_graceful_shutdown=int(STOP_TIMEOUT_S),
     )
 
 
