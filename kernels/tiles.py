@@ -39,19 +39,20 @@ SUMS, _WORDS = ir.VectorType(_SINGLE, LANES), ir.VectorType(_INT32, LANES)
 PAIRS, _HALVES = ir.VectorType(_BFloat(), 2 * LANES), ir.VectorType(_BFloat(), LANES)
 
 
-def tile(rows: int, vectors: int, *, start: str, half: bool, prefetches: bool = False) -> Any:
+def tile(rows: int, vectors: int, *, start: str, half: bool, prefetch: int = 0) -> Any:
     """A loop (a, apart_a, b, apart_b, steps, c, apart_c, begin), addresses and distances in bytes, steps at least 1.
 
     a: rows of bfloat16 pairs, apart_a bytes between two.  c: rows of bfloat16 (half) or float32, which is written.
     start: what sums begin with: "zero", "bias" (float32 [columns] at `begin`, for each row) or "sum" (float32 c).
-    prefetches: two arguments more: lines of memory to ask for, 4 a step, and how far they move a step.
+    prefetch: two arguments more: lines of memory to ask for, 4 a step, and how far they move a step; 3 brings them to
+    the first cache, 2 to the second.
     """
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        _emit_tile(_Writer(context, builder), rows, vectors, args, start, half=half)
+        _emit_tile(_Writer(context, builder), rows, vectors, args, start, half=half, prefetch=prefetch)
         return context.get_dummy_value()
 
-    if prefetches:
+    if prefetch:
 
         @intrinsic
         def tiled(
@@ -97,12 +98,12 @@ class _Writer:
     def store(self, value: Any, address: Any, align: int) -> None:
         self.builder.store(value, self.builder.inttoptr(address, value.type.as_pointer()), align=align)
 
-    def prefetch(self, address: Any) -> None:
+    def prefetch(self, address: Any, level: int) -> None:
         kinds = [self.line, _INT32, _INT32, _INT32]
         wanted = ir.FunctionType(ir.VoidType(), kinds)
         asked = self.builder.module.declare_intrinsic("llvm.prefetch", [self.line], wanted)
-        read, nearest, data = (ir.Constant(_INT32, value) for value in (0, 3, 1))
-        self.builder.call(asked, [self.builder.inttoptr(address, self.line), read, nearest, data])
+        read, near, data = (ir.Constant(_INT32, value) for value in (0, level, 1))
+        self.builder.call(asked, [self.builder.inttoptr(address, self.line), read, near, data])
 
     def moved(self, address: Any, by: int) -> Any:
         return self.builder.add(address, number(by)) if by else address
@@ -138,7 +139,9 @@ class _Writer:
         return list(reached)
 
 
-def _emit_tile(writer: _Writer, rows: int, vectors: int, args: list[Any], start: str, *, half: bool) -> None:
+def _emit_tile(
+    writer: _Writer, rows: int, vectors: int, args: list[Any], start: str, *, half: bool, prefetch: int
+) -> None:
     builder = writer.builder
     a, apart_a, b, apart_b, steps, c, apart_c, begin, *ahead = args
     rows_a, rows_c = writer.rows(a, apart_a, rows), writer.rows(c, apart_c, rows)
@@ -151,7 +154,7 @@ def _emit_tile(writer: _Writer, rows: int, vectors: int, args: list[Any], start:
     def body(step: Any, places: list[Any], sums: list[Any]) -> list[Any]:
         columns = [writer.load(writer.moved(places[0], 64 * v), PAIRS, 4) for v in range(vectors)]
         for v in range(vectors) if ahead else ():
-            writer.prefetch(writer.moved(places[1], 64 * v))
+            writer.prefetch(writer.moved(places[1], 64 * v), prefetch)
         along = builder.shl(step, number(2))
         pairs = [writer.spread(builder.add(row, along)) for row in rows_a]
         return [writer.dot(total, columns[i % vectors], pairs[i // vectors]) for i, total in enumerate(sums)]
@@ -164,13 +167,14 @@ def _emit_tile(writer: _Writer, rows: int, vectors: int, args: list[Any], start:
 
 
 def scores(rows: int, registers: int) -> Any:
-    """A loop (a, apart_a, keys, apart_keys, groups, out, apart_out): products of rows with 16 keys a step, as they lie.
+    """A loop (a, apart_a, keys, apart_keys, groups, out, apart_out, near): products of rows with 16 keys a step.
 
-    Rows and keys are 32 * registers bfloat16; out float32 [rows, 16 * groups].
+    Rows and keys are 32 * registers bfloat16 as they lie; out float32 [rows, 16 * groups]. As many bytes as are read
+    are asked for from memory at `near`.
     """
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        a, apart_a, keys, apart_keys, groups, out, apart_out = args
+        a, apart_a, keys, apart_keys, groups, out, apart_out, near = args
         writer = _Writer(context, builder)
         own = [
             [writer.load(writer.moved(row, 64 * i), PAIRS, 2) for i in range(registers)]
@@ -180,7 +184,10 @@ def scores(rows: int, registers: int) -> Any:
 
         def body(step: Any, places: list[Any], values: list[Any]) -> list[Any]:
             sums: list[list[tuple[int, Any]]] = [[] for _ in own]
-            for key in writer.rows(places[0], apart_keys, LANES):
+            rows_near = writer.rows(places[1], apart_keys, LANES)
+            for key, there in zip(writer.rows(places[0], apart_keys, LANES), rows_near, strict=True):
+                for i in range(registers):
+                    writer.prefetch(writer.moved(there, 64 * i), 2)
                 parts = [writer.load(writer.moved(key, 64 * i), PAIRS, 2) for i in range(registers)]
                 for row, merged in zip(own, sums, strict=True):
                     dots = ir.Constant(SUMS, [0.0] * LANES)
@@ -192,12 +199,13 @@ def scores(rows: int, registers: int) -> Any:
                 writer.store(merged[0][1], builder.add(row, along), 4)
             return []
 
-        writer.loop(groups, [(keys, builder.shl(apart_keys, number(4)))], [], body)
+        moving = builder.shl(apart_keys, number(4))
+        writer.loop(groups, [(keys, moving), (near, moving)], [], body)
         return context.get_dummy_value()
 
     @intrinsic
-    def scored(typing: Any, a: Any, da: Any, keys: Any, dk: Any, groups: Any, out: Any, do: Any) -> Any:
-        return types.void(*[types.int64] * 7), codegen
+    def scored(typing: Any, a: Any, da: Any, keys: Any, dk: Any, n: Any, out: Any, do: Any, near: Any) -> Any:
+        return types.void(*[types.int64] * 8), codegen
 
     return scored
 
@@ -221,14 +229,14 @@ COLUMNS = 64  # that add_rows takes at a time
 
 
 def add_rows(rows: int) -> Any:
-    """A loop (weights, apart_weights, values, apart, second, steps, out, apart_out): out += weights @ values.
+    """A loop (weights, apart_weights, values, apart, second, steps, out, apart_out, near): out += weights @ values.
 
     A step takes a pair of weights (bfloat16) and two rows of values, `second` bytes from one to the other and `apart`
-    from a pair to the next one; 64 columns of them, bfloat16 as they lie. out float32.
+    from a pair to the next one; 64 columns of them, bfloat16 as they lie. out float32. near as in scores.
     """
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        weights, apart_weights, values, apart, second, steps, out, apart_out = args
+        weights, apart_weights, values, apart, second, steps, out, apart_out, near = args
         writer = _Writer(context, builder)
         rows_w, rows_out = writer.rows(weights, apart_weights, rows), writer.rows(out, apart_out, rows)
         # Instructions that unpack take 4 numbers of each 8, the low or the high ones; at the end order is restored.
@@ -240,6 +248,9 @@ def add_rows(rows: int) -> Any:
 
         def body(step: Any, places: list[Any], sums: list[Any]) -> list[Any]:
             columns = []
+            for there in (places[1], builder.add(places[1], second)):
+                for at in (0, 64):
+                    writer.prefetch(writer.moved(there, at), 2)
             for at in (0, 64):
                 x = writer.load(writer.moved(places[0], at), PAIRS, 2)
                 y = writer.load(writer.moved(builder.add(places[0], second), at), PAIRS, 2)
@@ -249,7 +260,7 @@ def add_rows(rows: int) -> Any:
             return [writer.dot(total, columns[i % 4], pairs[i // 4]) for i, total in enumerate(sums)]
 
         zero = ir.Constant(SUMS, [0.0] * LANES)
-        reached = writer.loop(steps, [(values, apart)], [zero] * (4 * rows), body)
+        reached = writer.loop(steps, [(values, apart), (near, apart)], [zero] * (4 * rows), body)
         for r, row in enumerate(rows_out):
             for v in range(4):
                 x, y = reached[4 * r + v // 2 * 2 : 4 * r + v // 2 * 2 + 2]
@@ -259,8 +270,8 @@ def add_rows(rows: int) -> Any:
         return context.get_dummy_value()
 
     @intrinsic
-    def added(typing: Any, w: Any, dw: Any, v: Any, dv: Any, second: Any, n: Any, out: Any, do: Any) -> Any:
-        return types.void(*[types.int64] * 8), codegen
+    def added(typing: Any, w: Any, dw: Any, v: Any, dv: Any, second: Any, n: Any, out: Any, do: Any, near: Any) -> Any:
+        return types.void(*[types.int64] * 9), codegen
 
     return added
 

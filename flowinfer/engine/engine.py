@@ -57,6 +57,8 @@ if TYPE_CHECKING:
     from flowinfer.engine.batch import Batch
     from flowinfer.engine.decode_graphs import DecodeGraphs
 
+_LATEST = 0.2  # weight of the last step in the running mean of decode steps
+
 
 class Engine:
     """Weights, KV memory and held sequences of one model. `kv` is the arena tensor, as in KVLayout."""
@@ -103,6 +105,7 @@ class Engine:
         self._keeper: object = None
         self.last_step = (0, 0, 0.0)  # tokens, query-key pairs, seconds of the last forward pass
         self.busy_s = 0.0  # of all forward passes that were waited for
+        self.decode_s = 0.0  # of a decode step, a running mean; 0 where the device runs them by itself
         self._down: dict[str, list[KVRelease]] = {}  # dead owners, and what their successors must be told
         for request, (lessee, blocks) in arena.quarantined.items():
             self.pool.quarantine(blocks)
@@ -315,6 +318,8 @@ class Engine:
         if self.expert_load is not None:
             self.expert_load.end_step(phase)
         self.last_step = (len(tokens), pairs, seconds)
+        if phase == "decode":
+            self.decode_s += (seconds - self.decode_s) * (_LATEST if self.decode_s else 1.0)
         self.busy_s += time.perf_counter() - began
         return logits
 

@@ -18,7 +18,6 @@ from flowinfer.kernels.loops import (
     narrowed_up,
     num_threads,
     pointer,
-    prefetch,
     rough_exp2,
     scale,
     thread_number,
@@ -201,39 +200,39 @@ def attend_tiles(arguments):
 
 
 @loop
-def _score(rows, d, query, keys, groups, out):
+def _score(rows, d, query, keys, groups, out, near):
     """Products of up to 4 rows with 16 keys a group."""
     size = 2 * d
     if d == 64:
         if rows == 1:
-            _one_64(query, size, keys, size, groups, out, _SCORE_BYTES)
+            _one_64(query, size, keys, size, groups, out, _SCORE_BYTES, near)
         elif rows == 2:
-            _two_64(query, size, keys, size, groups, out, _SCORE_BYTES)
+            _two_64(query, size, keys, size, groups, out, _SCORE_BYTES, near)
         elif rows == 3:
-            _three_64(query, size, keys, size, groups, out, _SCORE_BYTES)
+            _three_64(query, size, keys, size, groups, out, _SCORE_BYTES, near)
         elif rows == 4:
-            _four_64(query, size, keys, size, groups, out, _SCORE_BYTES)
+            _four_64(query, size, keys, size, groups, out, _SCORE_BYTES, near)
     elif rows == 1:
-        _one_128(query, size, keys, size, groups, out, _SCORE_BYTES)
+        _one_128(query, size, keys, size, groups, out, _SCORE_BYTES, near)
     elif rows == 2:
-        _two_128(query, size, keys, size, groups, out, _SCORE_BYTES)
+        _two_128(query, size, keys, size, groups, out, _SCORE_BYTES, near)
     elif rows == 3:
-        _three_128(query, size, keys, size, groups, out, _SCORE_BYTES)
+        _three_128(query, size, keys, size, groups, out, _SCORE_BYTES, near)
     elif rows == 4:
-        _four_128(query, size, keys, size, groups, out, _SCORE_BYTES)
+        _four_128(query, size, keys, size, groups, out, _SCORE_BYTES, near)
 
 
 @loop
-def _add(rows, weights, values, apart, second, steps, out, apart_out):
+def _add(rows, weights, values, apart, second, steps, out, apart_out, near):
     """64 columns of the weighted sums of up to 4 rows."""
     if rows == 1:
-        _add_one(weights, _WEIGHT_BYTES, values, apart, second, steps, out, apart_out)
+        _add_one(weights, _WEIGHT_BYTES, values, apart, second, steps, out, apart_out, near)
     elif rows == 2:
-        _add_two(weights, _WEIGHT_BYTES, values, apart, second, steps, out, apart_out)
+        _add_two(weights, _WEIGHT_BYTES, values, apart, second, steps, out, apart_out, near)
     elif rows == 3:
-        _add_three(weights, _WEIGHT_BYTES, values, apart, second, steps, out, apart_out)
+        _add_three(weights, _WEIGHT_BYTES, values, apart, second, steps, out, apart_out, near)
     elif rows == 4:
-        _add_four(weights, _WEIGHT_BYTES, values, apart, second, steps, out, apart_out)
+        _add_four(weights, _WEIGHT_BYTES, values, apart, second, steps, out, apart_out, near)
 
 
 ATTEND_PAGES = (
@@ -261,6 +260,9 @@ def attend_pages(arguments):
             start, count, length, sequence = sequences[item // k]
             head = item % k
             blocks = carray(pointer(tables + 4 * sequence * width), width, np.int32)
+            _, _, next_length, next_sequence = sequences[min(item + 1, bounds[own + 1] - 1) // k]
+            next_blocks = carray(pointer(tables + 4 * next_sequence * width), width, np.int32)
+            next_pages = (next_length + block_tokens - 1) // block_tokens if item + 1 < bounds[own + 1] else 0
             before, num_rows = length - count, count * group
             parts_of = (num_rows + FEW - 1) // FEW
             for part in range(parts_of):
@@ -276,9 +278,8 @@ def attend_pages(arguments):
                     for at in range(0, held, block_tokens):
                         page = (begin + at) // block_tokens
                         keys = kv + ((blocks[page] * layers + layer) * 2 * k + head) * page_bytes
-                        here = min(block_tokens, held - at)
-                        prefetch(keys + k * page_bytes, here * size)
-                        _score(rows, d, query, keys, (here + 15) // 16, points + 4 * at)
+                        groups = (min(block_tokens, held - at) + 15) // 16
+                        _score(rows, d, query, keys, groups, points + 4 * at, keys + k * page_bytes)
                     even = (held + 1) // 2 * 2
                     for r in range(rows):
                         seen = min(held, before + (first + r) // group + 1 - begin)
@@ -290,13 +291,30 @@ def attend_pages(arguments):
                         page = (begin + at) // block_tokens
                         values = kv + (((blocks[page] * layers + layer) * 2 + 1) * k + head) * page_bytes
                         here = min(block_tokens, held - at)
+                        near = values  # the keys that are read next: of this item, or of the one behind it
+                        if begin + KEYS + at < reach:
+                            block = blocks[page + KEYS // block_tokens]
+                            near = kv + ((block * layers + layer) * 2 * k + head) * page_bytes
+                        elif begin + KEYS >= reach and at // block_tokens < next_pages:
+                            block = next_blocks[at // block_tokens]
+                            near = kv + ((block * layers + layer) * 2 * k + (item + 1) % k) * page_bytes
                         for column in range(0, d, COLUMNS):
                             to, place = total + 4 * column, values + 2 * column
                             if here > 1:
-                                _add(rows, weights + 2 * at, place, 2 * size, size, here // 2, to, 4 * d)
+                                _add(
+                                    rows,
+                                    weights + 2 * at,
+                                    place,
+                                    2 * size,
+                                    size,
+                                    here // 2,
+                                    to,
+                                    4 * d,
+                                    near + 2 * column,
+                                )
                             if here % 2:  # behind it may lie anything: the pair's second row is the first again
-                                last_one = here - 1
-                                _add(rows, weights + 2 * (at + last_one), place + last_one * size, 0, 0, 1, to, 4 * d)
+                                own_weight, row = weights + 2 * (at + here - 1), place + (here - 1) * size
+                                _add(rows, own_weight, row, 0, 0, 1, to, 4 * d, near)
                 for r in range(rows):
                     row = carray(pointer(total + 4 * r * d), d, np.float32)
                     scale(row, d, np.float32(1) / mass[r])

@@ -13,8 +13,10 @@ _BLOCK = 400_000  # bytes of rows that stay in a core's second cache while the w
 _AHEAD = 4096  # bytes of the weight between what is read and what is asked for from memory
 
 _one, _two, _three, _four, _five, _six = (
-    tile(rows, 4, start="bias", half=True, prefetches=True) for rows in range(1, ROWS + 1)
+    tile(rows, 4, start="bias", half=True, prefetch=3) for rows in range(1, ROWS + 1)
 )
+_more_of = (tile(rows, 4, start="bias", half=True, prefetch=2) for rows in range(3, ROWS + 1))
+_three_more, _four_more, _five_more, _six_more = _more_of
 
 
 @loop
@@ -37,6 +39,19 @@ def _few(rows, a, apart_a, b, steps, c, apart_c, bias, near, moving):
 LINEAR = "x weight bias y m n k"
 
 
+@loop
+def _more(rows, a, apart_a, b, steps, c, apart_c, bias, near, moving):
+    """As _few, of 3 to 6 rows and as one of several groups: the second cache has room for the next panel."""
+    if rows == 6:
+        _six_more(a, apart_a, b, 256, steps, c, apart_c, bias, near, moving)
+    elif rows == 5:
+        _five_more(a, apart_a, b, 256, steps, c, apart_c, bias, near, moving)
+    elif rows == 4:
+        _four_more(a, apart_a, b, 256, steps, c, apart_c, bias, near, moving)
+    elif rows == 3:
+        _three_more(a, apart_a, b, 256, steps, c, apart_c, bias, near, moving)
+
+
 @kernel
 def linear(arguments):
     """y [m, n] = x [m, k] W^T + bias, x and y bfloat16, bias float32; W in panels of 64 columns, [k / 2][64][2] each.
@@ -54,10 +69,9 @@ def linear(arguments):
         for item in range(items * me // threads, items * (me + 1) // threads):
             p, group = item // groups, item % groups
             first, last = begin + rows * group // groups, begin + rows * (group + 1) // groups
-            # While rows go by a panel, the next one comes from memory, a part with each group of rows.
-            place = weight + p * panel
-            near = place + panel + panel // groups * group if groups > 1 else place + _AHEAD
-            _few(
-                last - first, x + 2 * first * k, 2 * k, place, k // 2,
-                y + 2 * (first * n + 64 * p), 2 * n, bias + 256 * p, near, 256 // groups,
-            )  # fmt: skip
+            a, b, c = x + 2 * first * k, weight + p * panel, y + 2 * (first * n + 64 * p)
+            if groups == 1:
+                _few(rows, a, 2 * k, b, k // 2, c, 2 * n, bias + 256 * p, b + _AHEAD, 256)
+            else:  # while rows go by a panel, the next one comes from memory, a part with each group of rows
+                near = b + panel + panel // groups * group
+                _more(last - first, a, 2 * k, b, k // 2, c, 2 * n, bias + 256 * p, near, 256 // groups)

@@ -19,13 +19,14 @@ MIN_CHUNK = (
 AUTO_S, MOST_AUTO_S = 0.05, 0.5  # between which `auto` chooses the longest time of a step
 
 
-def auto_budget(fixed_s: float, *, decoding: bool) -> float:
-    """Seconds of a step at most, where one without tokens would take fixed_s.
+def auto_budget(fixed_s: float, *, decoding: bool, decode_s: float = 0.0) -> float:
+    """Seconds of a step at most, where one without tokens would take fixed_s, and one that decodes takes decode_s.
 
-    That is then a sixteenth of a step at most, and a fortieth while no sequence decodes on the device, so that only
-    other prompts wait for the step's end.
+    That is then a sixteenth of a step at most, and while sequences decode on the device, prompts have six sevenths of
+    its time. Where none does, so that only other prompts wait for the step's end, a 64th.
     """
-    return min(max(AUTO_S, (16 if decoding else 40) * fixed_s), MOST_AUTO_S)
+    wanted = max(16 * fixed_s, 6 * decode_s) if decoding else 64 * fixed_s
+    return min(max(AUTO_S, wanted), MOST_AUTO_S)
 
 
 class CostModel(Protocol):

@@ -60,7 +60,8 @@ class Prefill(Stage):
         in a byte each, on a GPU.
 
         step_budget: longest time that one step may keep the device; auto: 50ms, or where that is more, sixteen times
-        what a step costs however short (forty times while nothing decodes on the device), 500ms at most.
+        what a step costs however short, and six times a decode step on a CPU (64 times the shortest while nothing
+        decodes on the device); 500ms at most.
         token_budget: a fixed number of tokens a step instead, for comparison.  max_prompts: prompts being computed at
         once.  wait: longest wait for KV blocks.  pin_timeout: longest wait for another worker's cached prefix before it
         is computed again.
@@ -325,7 +326,7 @@ class Prefill(Stage):
         if wanted != "auto":
             return wanted
         own = (held.lessee is None and id not in self.prompts for id, held in self.engine.held.items())
-        return auto_budget(self.engine.cost.coefficients[0], decoding=any(own))
+        return auto_budget(self.engine.cost.coefficients[0], decoding=any(own), decode_s=self.engine.decode_s)
 
     def _is_scored(self, run: Run) -> bool:
         return self.prompts[run.held.id].sampling.prompt_logprobs is not None

@@ -205,9 +205,10 @@ def test_buckets_cut_the_p99_wait_of_short_prompts_to_a_fifth_under_a_mix_with_h
     assert p99_wait_of_short_prompts(by_bucket=True) < p99_wait_of_short_prompts(by_bucket=False) / 5
 
 
-@given(fixed_s=st.floats(0, 1), decoding=st.booleans())
-def test_auto_keeps_beginnings_a_small_part_of_a_step(fixed_s: float, decoding: bool) -> None:
-    budget = auto_budget(fixed_s, decoding=decoding)
+@given(fixed_s=st.floats(0, 1), decode_s=st.floats(0, 1), decoding=st.booleans())
+def test_auto_keeps_beginnings_a_small_part_of_a_step(fixed_s: float, decode_s: float, decoding: bool) -> None:
+    budget = auto_budget(fixed_s, decoding=decoding, decode_s=decode_s)
     assert AUTO_S <= budget <= MOST_AUTO_S
-    assert fixed_s <= budget / (16 if decoding else 40) * 1.0001 or budget == MOST_AUTO_S
-    assert auto_budget(fixed_s, decoding=True) <= auto_budget(fixed_s, decoding=False)
+    assert fixed_s <= budget / (16 if decoding else 64) * 1.0001 or budget == MOST_AUTO_S
+    assert not decoding or decode_s <= budget / 6 * 1.0001 or budget == MOST_AUTO_S
+    assert decoding or budget == auto_budget(fixed_s, decoding=False), "nobody waits for a decode step"

@@ -1,7 +1,7 @@
 """Products in tiles of bfloat16 pairs against oneDNN's over the same weights, and against what the machine can do.
 
-Run: python tests/bench/bench_tiles.py [--rounds 5] [--json FILE]. A number is the median milliseconds of all products of
-SmolLM2-135M's 30 layers, one after the other, so that weights come from memory; the two take turns. The limit is the
+Run: python tests/bench/bench_tiles.py [--rounds 5] [--json FILE]. A number is the median milliseconds of all products
+of SmolLM2-135M, 30 layers one after the other, so that weights come from memory; the two take turns. The limit is the
 longer of reading the weights once, at the rate of a sum over 400 MB, and of their arithmetic, at the rate of oneDNN's
 product of 2,048 rows.
 """
