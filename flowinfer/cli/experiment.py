@@ -110,7 +110,10 @@ def report(
 @click.option("--service", default="", metavar="NAME", help="Of several running services, this one.")
 @click.option("-y", "--yes", is_flag=True, help="Don't ask.")
 @click.option("--drain", default="", metavar="MODES", help="How arm B ends its requests, as in finish:30s,abort.")
-def stop(service: str, yes: bool, drain: str) -> None:
+@click.option(
+    "--probation", default="2s", metavar="TIME", help="How long a breach brings arm B back.", show_default=True
+)
+def stop(service: str, yes: bool, drain: str, probation: str) -> None:
     """End the experiment: all requests go to arm A, and arm B is taken down."""
     from flowinfer.cli.rewire import change, current, find_service, manner_of
     from flowinfer.graph.join import without_experiment
@@ -121,7 +124,8 @@ def stop(service: str, yes: bool, drain: str) -> None:
         raise FlowInferError("The service runs no experiment.")
     name = running.plan.experiment.name
     plan, source = without_experiment(running.plan), stopped(running.source)
-    change(find_service(service), plan, source, f"experiment stop {name}", yes=yes, manner=manner_of(drain))
+    manner = manner_of(drain, probation)
+    change(find_service(service), plan, source, f"experiment stop {name}", yes=yes, manner=manner)
 
 
 def _read(service: str, name: str, record: Path | None) -> Recorded:

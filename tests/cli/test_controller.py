@@ -108,7 +108,7 @@ def test_sampling_defaults_are_set_while_the_service_runs(echo_file: Path, home:
         before = {child.pid for child in psutil.Process(run.process.pid).children(recursive=True)}
         assert "".join(run.stream("x")).split() == ["1", "0", str(2**20), "42"]
         args = [f"serve.sampling.{value}" for value in ("temperature=0.25", "top_k=9", "max_tokens=77")]
-        done = CliRunner().invoke(main, ["set", *args], catch_exceptions=False).output
+        done = CliRunner().invoke(main, ["set", *args, "--probation", "100ms"], catch_exceptions=False).output
         assert "live  serve.sampling.temperature  (absent) -> 0.25" in done and "Done" in done
         assert "".join(run.stream("x")).split() == ["0.25", "9", "77", "42"]
         assert ask_chat(run.address, "x").split()[:3] == ["0", "9", "256"]  # what a request says goes first

@@ -25,6 +25,7 @@ from flowinfer.experiment.policy import place
 
 ROOT = Path(__file__).parents[2]
 PATIENCE_S = 60.0
+SHORT = ("--yes", "--probation", "100ms")
 HOLD = '''
 
 class Hold(Echo):
@@ -194,7 +195,7 @@ class Running:
         return None
 
     def apply(self, path: Path) -> str:
-        return call("apply", path, "--allow-local", "--yes", "--set", "serve.port=0")
+        return call("apply", path, "--allow-local", *SHORT, "--set", "serve.port=0")
 
 
 @pytest.fixture
@@ -243,9 +244,9 @@ def test_a_split_begins_and_ends_under_load_and_outlives_the_death_of_its_arm(
         for session, texts in traffic.more().items():
             assert set(texts[-3:]) == {"ONE TWO " if is_b(session, 0.5) else "one two "}, session
 
-        assert "live" in call("set", "experiment.split=100%", "--yes")
+        assert "live" in call("set", "experiment.split=100%", *SHORT)
         assert set(itertools.chain(*traffic.more().values())) == {"ONE TWO "}
-        assert "arm b      gets nothing new" in call("experiment", "stop", "--yes")
+        assert "arm b      gets nothing new" in call("experiment", "stop", *SHORT)
         assert set(itertools.chain(*traffic.more().values())) == {"one two "}
         assert len(traffic.errors) == failed
     assert running.worker("say-b.0") is None and running.worker("say.0") is not None
@@ -267,7 +268,7 @@ def test_arm_b_is_led_into_a_worker_that_runs_already(
             number = float(share[7:-1]) / 100
             for session, texts in traffic.more().items():
                 assert set(texts) == {"B one two " if is_b(session, number) else "one two "}, session
-            call("experiment", "stop", "--yes")
+            call("experiment", "stop", *SHORT)
             assert set(itertools.chain(*traffic.more().values())) == {"one two "}
     assert traffic.errors == []
     assert psutil.pid_exists(running.process.pid) and "gives up" not in running.log.read_text()
@@ -280,7 +281,7 @@ def test_a_mirror_compares_answers_and_leaves_clients_alone(running: Running, ov
     status, _ = ask(running.port, "u0", "never")  # arm B's copy would hang; the request itself is answered
     assert status == 200
     assert traffic.errors == []
-    call("experiment", "stop", "--yes")
+    call("experiment", "stop", *SHORT)
     out = call("experiment", "report", "--html", tmp_path / "r.html", "--json", tmp_path / "r.json")
     assert "'ONE TWO '" in out and "first at" in out
     found = json.loads((tmp_path / "r.json").read_text())
@@ -301,5 +302,5 @@ def test_an_arm_that_fails_is_taken_down_by_itself(running: Running, overlay: Ov
     assert running.worker("say-b.0") is None
     assert "experiment loud stopped: errors > 5%" in call("history")
     assert "ended: errors > 5%" in call("experiment", "list")
-    assert "live" in call("set", "serve.max_requests=99", "--yes")  # what runs is the file without its experiment
+    assert "live" in call("set", "serve.max_requests=99", *SHORT)  # what runs is the file without its experiment
     assert "no experiment" in call("experiment", "status", ok=False)

@@ -19,6 +19,7 @@ from flowinfer.cli import main
 from flowinfer.cli.run import ask_chat
 
 ROOT = Path(__file__).parents[2]
+SHORT = ("--probation", "100ms")
 
 
 def call(*args: str, ok: bool = True) -> str:
@@ -67,14 +68,14 @@ def test_a_service_is_changed_from_the_command_line(address: str, echo_file: Pat
 
     assert "epoch 2" in call("set", "serve.max_requests=7")
     assert "there is nobody to ask" in call("set", "stages.echo.with.delay=0.001", ok=False)
-    call("set", "stages.echo.with.delay=0.001", "--yes")
+    call("set", "stages.echo.with.delay=0.001", "--yes", *SHORT)
 
     echo = echo_file.with_name("echo.py")
     echo.write_text(echo.read_text().replace("words.pop(0)", "words.pop(0).upper()"))
-    call("swap", "echo")
+    call("swap", "echo", *SHORT)
     assert ask_chat(address, "one two").split() == ["ONE", "TWO"]
 
-    call("rollback")
+    call("rollback", *SHORT)
     assert "Nothing differs" in call(*same, "--set", "serve.max_requests=7")
     assert "change 1  set serve.max_requests=7: done after" in call("history") and "switch" in call("history")
 
