@@ -11,14 +11,16 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import zmq
-from zmq.auth.thread import ThreadAuthenticator
 
 from flowinfer.codec import Buffer, Codec, CodecError, Header, has_parts
 from flowinfer.errors import TransportError
 from flowinfer.message import Event, Message
+
+if TYPE_CHECKING:
+    from zmq.auth.thread import ThreadAuthenticator
 
 IPC_LIMIT = 107  # bytes of a Unix socket's path
 MAX_FRAME_BYTES = 1 << 30
@@ -284,6 +286,8 @@ class Channel:
     def _start_authenticator(self) -> ThreadAuthenticator | None:
         if self.keys is None:
             return None
+        from zmq.auth.thread import ThreadAuthenticator  # it brings asyncio, 25 ms of each worker's start
+
         authenticator = ThreadAuthenticator(self._context)
         authenticator.start()
         authenticator.configure_curve_callback(credentials_provider=_OneKey(self.keys))
