@@ -48,8 +48,8 @@ class DrawScratch(NamedTuple):
     """What programs leave for each other, by row; C chunks of the vocabulary.
 
     modes, settled, arrived (zeros between calls), found int32 [B]; marks float32 [B, MARKS]; by chunk [B, C]: tops
-    float32, firsts int32, scores float64, winners int32, weights float32 [B, C, BOUNDS], sums float64 [B, C, 2];
-    listed int32 [B, LISTED].
+    float32, firsts int32, leads float64, weights float32 [B, C, BOUNDS], sums float64 [B, C, 2]; listed int32
+    [B, LISTED].
     """
 
     modes: Tensor
@@ -59,8 +59,7 @@ class DrawScratch(NamedTuple):
     found: Tensor
     tops: Tensor
     firsts: Tensor
-    scores: Tensor
-    winners: Tensor
+    leads: Tensor
     weights: Tensor
     sums: Tensor
     listed: Tensor
@@ -82,8 +81,7 @@ def draw_scratch(rows: int, vocab: int, device: torch.device) -> DrawScratch:
         found=empty(ints),
         tops=empty(floats, chunks),
         firsts=empty(ints, chunks),
-        scores=empty(doubles, chunks),
-        winners=empty(ints, chunks),
+        leads=empty(doubles, chunks),
         weights=empty(floats, chunks, BOUNDS),
         sums=empty(doubles, chunks, 2),
         listed=empty(ints, LISTED),

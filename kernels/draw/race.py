@@ -51,18 +51,29 @@ def _score(x, token, low, high):
 
 
 @triton.jit
+def lead(tokens, x, runs, peak, low, high):
+    """What no score of the tokens that run is above, float64; -inf without any. No x is above peak.
+
+    Noise over weight decides a race, and noise -log(1 - u) is at least u, so at least what its upper 32 bits say.
+    """
+    # 60: a weight below e ** -60 can't win, but times bits of 0 it must give 0
+    least = _upper(tokens, low, high).to(tl.float32) * tl.exp(tl.minimum(peak - x, 60.0))
+    least = tl.min(tl.where(runs, least, float("inf")), 0)
+    # 2 ** -32, and less by 1e-4: float32 is right to 1e-5
+    return peak.to(tl.float64) - tl.log(least.to(tl.float64) * 2.328073533e-10)
+
+
+@triton.jit
 def race(row, tokens, x, runs, factor, low, high):
     """The best score of the tokens that run, float64, and the lowest token that has it; -inf and NOBODY without any.
 
-    x: float32, row[tokens] * factor, finite where a token runs. Noise over weight decides, and noise -log(1 - u) is at
-    least u, so at least what its upper 32 bits say. That bound is cheap: only tokens whose bound is below what the one
-    with the least bound has, one or two as a rule, are scored.
+    x: float32, row[tokens] * factor, finite where a token runs. Scored are only those whose bound, as in `lead`, is
+    above the score of the one with the highest bound: one or two as a rule.
     """
     winner = tl.full([], float("-inf"), tl.float64)
     chosen = tl.full([], NOBODY, tl.int32)
     if tl.max(runs.to(tl.int32), 0) > 0:
         peak = tl.max(tl.where(runs, x, float("-inf")), 0)
-        # 60: a weight below e ** -60 can't win, but times bits of 0 it must give 0
         least = _upper(tokens, low, high).to(tl.float32) * tl.exp(tl.minimum(peak - x, 60.0))
         least = tl.where(runs, least, float("inf"))
         chosen = tl.min(tl.where(least == tl.min(least, 0), tokens, NOBODY), 0)

@@ -1,10 +1,10 @@
 """advance_drawn in Triton: each row by several programs, which pass over it a few times.
 
-1. best: the best logit, and the token of rows without filters. The last program of a row sets the search up.
+1. best: the best logit, and bounds of scores. The last program of a row finishes it, or sets up its search.
 2. narrow, three times: weights (tokens for top-k, mass for top-p) above 16 bounds; the last program of a row takes the
    two bounds between which the filter's edge lies. Weights are float32 here; nothing hangs on them.
-3. collect: who wins above both bounds, what is there exactly (float64), and a list of the tokens between them.
-4. decide: a program a row finds the edge in the list and lets those that it keeps run against the winner.
+3. collect: what is above both bounds exactly (float64), bounds of its scores, and a list of the tokens between.
+4. decide: a program a row finds the edge in the list and lets those that it keeps run against the others' winner.
 Rows whose edge isn't between the bounds after all, or has more than LISTED tokens beside it, are decided by `slow`.
 """
 
@@ -14,13 +14,17 @@ import triton
 import triton.language as tl
 
 from flowinfer.kernels.draw import BOUNDS, CHUNK, LISTED, MARKS
-from flowinfer.kernels.draw.race import NOBODY, key_halves, race
+from flowinfer.kernels.draw.race import NOBODY, key_halves, lead, race
 from flowinfer.kernels.draw.slow import least_kept, mass_edge, ordered, value_of
+
+PART, WARPS = 256, 4  # tokens that a program of `narrow` weighs at a time
+REGISTERS = 64  # a thread of `best` and `collect`, so that a multiprocessor holds four programs and not one or two
 
 DONE, TOP_K, TOP_P, BOTH, MIN_P = (tl.constexpr(n) for n in range(5))  # what is still to be done with a row
 SPAN = tl.constexpr(
     64.0
 )  # noise spans 49: a token this far below the best can't win, nor does its mass show in float64
+LEAST = tl.constexpr(-3.4028234663852886e38)  # of all finite numbers
 ROW = tl.constexpr(MARKS)
 PEAK, FLOOR, LOW, HIGH, WANTED, ABOVE = (tl.constexpr(n) for n in range(MARKS))  # a row's marks
 
@@ -33,19 +37,19 @@ def launch(logits, slots, last, lengths, chosen, settings, scratch):
     where = (logits, slots, last, lengths, chosen, *settings)
     search = (scratch.modes, scratch.settled, scratch.marks)
     _best[grid](
-        *where, *search, scratch.arrived, scratch.found, scratch.tops, scratch.firsts, scratch.scores, scratch.winners,
-        vocab, chunks, BLOCK=CHUNK, CHUNKS=merged, num_warps=8, enable_fp_fusion=False,
+        *where, *search, scratch.arrived, scratch.found, scratch.tops, scratch.firsts, scratch.leads,
+        vocab, chunks, BLOCK=CHUNK, CHUNKS=merged, num_warps=8, maxnreg=REGISTERS, enable_fp_fusion=False,
     )  # fmt: skip
     for turn in range(3):
         _narrow[grid](
             logits, slots, settings.temperature, *search, scratch.arrived, scratch.weights,
-            vocab, chunks, BLOCK=CHUNK, PART=256, J=BOUNDS, CHUNKS=merged, LISTED=LISTED, FIRST=turn == 0,
-            num_warps=4, enable_fp_fusion=False,
+            vocab, chunks, BLOCK=CHUNK, PART=PART, J=BOUNDS, CHUNKS=merged, LISTED=LISTED, FIRST=turn == 0,
+            num_warps=WARPS, enable_fp_fusion=False,
         )  # fmt: skip
-    lists = (scratch.found, scratch.listed, scratch.sums, scratch.scores, scratch.winners)
+    lists = (scratch.found, scratch.listed, scratch.sums, scratch.leads)
     _collect[grid](
         logits, slots, lengths, settings.temperature, settings.seeds, *search, *lists, vocab, chunks,
-        BLOCK=CHUNK, LISTED=LISTED, num_warps=8, enable_fp_fusion=False,
+        BLOCK=CHUNK, LISTED=LISTED, num_warps=8, maxnreg=REGISTERS, enable_fp_fusion=False,
     )  # fmt: skip
     _decide[(rows,)](
         *where, *search, *lists, vocab, chunks, BLOCK=CHUNK, CHUNKS=merged, LISTED=LISTED,
@@ -73,9 +77,28 @@ def _advance(b, slot, token, last, lengths, chosen):
 
 
 @triton.jit
+def _race_of_chunks(row, c, leads, vocab, factor, least, low, high, BLOCK: tl.constexpr):
+    """As `race`, over the tokens at or above `least` of all chunks: only those are read that may have the winner."""
+    winner = tl.full([], float("-inf"), tl.float64)
+    chosen = tl.full([], NOBODY, tl.int32)
+    ahead = tl.max(leads, 0)
+    while (ahead >= winner) & (ahead > float("-inf")):
+        chunk = tl.min(tl.where(leads == ahead, c, NOBODY), 0)
+        i = chunk * BLOCK + tl.arange(0, BLOCK)
+        x = _scaled(row, i, vocab, factor)
+        score, token = race(row, i, x, (x >= least) & (x < float("inf")), factor, low, high)
+        better = (score > winner) | ((score == winner) & (token < chosen))
+        chosen = tl.where(better, token, chosen)
+        winner = tl.where(better, score, winner)
+        leads = tl.where(c == chunk, float("-inf"), leads)
+        ahead = tl.max(leads, 0)
+    return winner, chosen
+
+
+@triton.jit
 def _best(
     logits, slots, last, lengths, chosen, temperatures, top_ks, top_ps, min_ps, seeds, modes, settled, marks,
-    arrived, found, tops, firsts, scores, winners, vocab, chunks, BLOCK: tl.constexpr, CHUNKS: tl.constexpr,
+    arrived, found, tops, firsts, leads, vocab, chunks, BLOCK: tl.constexpr, CHUNKS: tl.constexpr,
 ):  # fmt: skip
     chunk = tl.program_id(0)
     b = tl.program_id(1)
@@ -102,9 +125,7 @@ def _best(
         low, high = key_halves(tl.load(seeds + slot), tl.load(lengths + slot))
         x *= factor
         runs = (x > float("-inf")) & (x < float("inf"))
-        score, winner = race(row, i, x, runs, factor, low, high)
-        tl.store(scores + part, score)
-        tl.store(winners + part, winner)
+        tl.store(leads + part, lead(i, x, runs, top * factor, low, high))
     tl.debug_barrier()
     before = tl.atomic_add(arrived + b, 1, sem="acq_rel", scope="gpu")
     if before == chunks - 1:
@@ -125,9 +146,10 @@ def _best(
         tl.store(modes + b, mode)
         if mode == DONE:
             if finite & warm:
-                each = tl.load(scores + parts, mask=live, other=float("-inf"), cache_modifier=".cg")
-                first = tl.load(winners + parts, mask=live, other=NOBODY, cache_modifier=".cg")
-                token = tl.min(tl.where(each == tl.max(each, 0), first, NOBODY), 0)
+                each = tl.load(leads + parts, mask=live, other=float("-inf"), cache_modifier=".cg")
+                factor = tl.div_rn(1.0, temperature)
+                low, high = key_halves(tl.load(seeds + slot), tl.load(lengths + slot))
+                _, token = _race_of_chunks(row, c, each, vocab, factor, LEAST, low, high, BLOCK)
             _advance(b, slot, tl.where(finite, token, -1), last, lengths, chosen)
         else:
             floor = tl.where(min_p > 0, peak + tl.log(tl.maximum(min_p, 1e-30)), float("-inf"))
@@ -204,7 +226,7 @@ def _narrow(
 
 @triton.jit
 def _collect(
-    logits, slots, lengths, temperatures, seeds, modes, settled, marks, found, listed, sums, scores, winners,
+    logits, slots, lengths, temperatures, seeds, modes, settled, marks, found, listed, sums, leads,
     vocab, chunks, BLOCK: tl.constexpr, LISTED: tl.constexpr,
 ):  # fmt: skip
     chunk = tl.program_id(0)
@@ -232,10 +254,11 @@ def _collect(
         above = tl.sum(tl.where(sure, mass, 0.0), 0)
     tl.store(sums + 2 * part, above)
     tl.store(sums + 2 * part + 1, total)
-    low, high = key_halves(tl.load(seeds + slot), tl.load(lengths + slot))
-    score, winner = race(row, i, x, sure, factor, low, high)
-    tl.store(scores + part, score)
-    tl.store(winners + part, winner)
+    bound = tl.full([], float("-inf"), tl.float64)
+    if tl.max(sure.to(tl.int32), 0) > 0:
+        low, high = key_halves(tl.load(seeds + slot), tl.load(lengths + slot))
+        bound = lead(i, x, sure, peak, low, high)
+    tl.store(leads + part, bound)
     maybe = kept & (x >= tl.load(at + LOW)) & (sure == 0)
     count = tl.sum(maybe.to(tl.int32), 0)
     if count > 0:
@@ -246,7 +269,7 @@ def _collect(
 @triton.jit
 def _decide(
     logits, slots, last, lengths, chosen, temperatures, top_ks, top_ps, min_ps, seeds, modes, settled, marks,
-    found, listed, sums, scores, winners, vocab, chunks,
+    found, listed, sums, leads, vocab, chunks,
     BLOCK: tl.constexpr, CHUNKS: tl.constexpr, LISTED: tl.constexpr,
 ):  # fmt: skip
     b = tl.program_id(0)
@@ -267,9 +290,9 @@ def _decide(
     part = b * chunks + c
     above = tl.sum(tl.load(sums + 2 * part, mask=c < chunks, other=0.0), 0)
     total = tl.sum(tl.load(sums + 2 * part + 1, mask=c < chunks, other=0.0), 0)
-    each = tl.load(scores + part, mask=c < chunks, other=float("-inf"))
-    winner = tl.max(each, 0)
-    token = tl.min(tl.where(each == winner, tl.load(winners + part, mask=c < chunks, other=NOBODY), NOBODY), 0)
+    each = tl.load(leads + part, mask=c < chunks, other=float("-inf"))
+    low, high = key_halves(tl.load(seeds + slot), tl.load(lengths + slot))
+    winner, token = _race_of_chunks(row, c, each, vocab, factor, tl.load(at + HIGH), low, high, BLOCK)
     count = tl.load(found + b)
     n = tl.arange(0, LISTED)
     kept = n < count
@@ -315,7 +338,6 @@ def _decide(
                 most = tl.where(reached, middle, most)
                 least = tl.where(reached, least, middle + 1)
         kept = (kept & (key > edge.to(tl.int32))) | (tied & (i <= most.to(tl.int32)))
-    low, high = key_halves(tl.load(seeds + slot), tl.load(lengths + slot))
     if fits:
         score, first = race(row, i, x, kept, factor, low, high)
         better = (score > winner) | ((score == winner) & (first < token))
