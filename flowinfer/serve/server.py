@@ -30,6 +30,7 @@ Item = Piece | RequestError
 START_TIMEOUT_S = 30.0
 STOP_TIMEOUT_S = 5.0  # for responses that are being written when the service stops
 CLOSED_CHECK_S = 0.002  # between two looks, while it stops
+GOODBYE_S = 0.1  # for connections with nothing left to write
 KEEP_ALIVE_S = 75  # idle connections; longer than the 60 s after which common proxies give up first
 
 
@@ -138,16 +139,26 @@ class _Uvicorn(uvicorn.Server):
             listener.close()
         for connection in list(self.server_state.connections):
             connection.shutdown()
-        state, deadline = self.server_state, self._now() + STOP_TIMEOUT_S
-        while (state.connections or state.tasks) and self._now() < deadline:
-            await asyncio.sleep(CLOSED_CHECK_S)
+        state = self.server_state
+        await self._while(lambda: state.tasks or any(map(_writes, state.connections)), STOP_TIMEOUT_S)
         for task in state.tasks:
             task.cancel()
+        await self._while(lambda: state.connections, GOODBYE_S)
+        for connection in list(state.connections):  # an idle client may not answer TLS's goodbye
+            connection.transport.abort()
         for server in self.servers:
             await server.wait_closed()
 
-    def _now(self) -> float:
-        return asyncio.get_running_loop().time()
+    async def _while(self, busy: Callable[[], object], limit_s: float) -> None:
+        now = asyncio.get_running_loop().time
+        deadline = now() + limit_s
+        while busy() and now() < deadline:
+            await asyncio.sleep(CLOSED_CHECK_S)
+
+
+def _writes(connection: Any) -> bool:
+    """Whether something of a response still waits for the client to read."""
+    return bool(connection.transport.get_write_buffer_size())
 
 
 def _config(app: App, gateway: Gateway) -> uvicorn.Config:
