@@ -213,7 +213,7 @@ class Cluster:
         if not self.shared:
             memory = memoryview(bytearray(self.blocks * layout.block_bytes))
             return Arena(memory, self.blocks, 0, self.blocks)
-        whole = 8 * self.blocks
+        whole = 16 * self.blocks  # for as many instances
         memory = self._memory.setdefault(layout.digest, memoryview(bytearray(whole * layout.block_bytes)))
         return Arena(memory, whole, place * self.blocks, (place + 1) * self.blocks, shared=True)
 

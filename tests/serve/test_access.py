@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ssl
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from hypothesis import strategies as st
 
 from flowinfer.errors import RequestError
 from flowinfer.serve.access import Access, digest_of, tenant_salt
+from flowinfer.serve.server import STOP_TIMEOUT_S
 
 CHAT = "/v1/chat/completions"
 ASK: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "a b"}]}
@@ -128,7 +131,16 @@ def test_https(start: Any) -> None:
     folder = Path(__file__).parent
     service = start(tls_cert=str(folder / "localhost.pem"), tls_key=str(folder / "localhost.key"))
     url = service.url.replace("http:", "https:")
-    import ssl
-
     trusting = ssl.create_default_context(cafile=folder / "localhost.pem")
     assert httpx.get(f"{url}/health", verify=trusting).json() == {"status": "ok"}
+
+
+def test_an_idle_client_of_tls_does_not_hold_up_the_end(start: Any) -> None:
+    """It sends no answer to TLS's goodbye while nobody reads from its socket."""
+    folder = Path(__file__).parent
+    service = start(tls_cert=str(folder / "localhost.pem"), tls_key=str(folder / "localhost.key"))
+    with httpx.Client(verify=ssl.create_default_context(cafile=folder / "localhost.pem")) as client:
+        assert client.get(service.url.replace("http:", "https:") + "/health").status_code == 200
+        began = time.monotonic()
+        service.close()
+        assert time.monotonic() - began < STOP_TIMEOUT_S
