@@ -20,8 +20,8 @@ class Needs:
     """An op's requirements. capability: the least one; dtypes: of weights and KV; fallback: what runs instead.
 
     alone: only that generation of cards has the instructions.  anywhere: it is made of torch's ops, for any device.
-    loops: a CPU has it too, in compiled loops (see compiled).  pairs: it is for CPUs alone, by their dot products of
-    bfloat16 pairs (see tiles).
+    loops: a CPU has it too, in compiled loops (see compiled).  tiles: it is for CPUs alone that have this feature, as
+    LLVM calls it (see tiles).
     """
 
     op: str
@@ -34,9 +34,10 @@ class Needs:
     alone: bool = False
     anywhere: bool = False
     loops: bool = False
-    pairs: bool = False
+    tiles: str = ""
 
 
+FEATURES = {"avx512bf16": "AVX512_BF16", "avx512vnni": "AVX512_VNNI"}  # of processors: LLVM's names and the makers'
 _FLOATS = ("bfloat16", "float32")
 TABLE: tuple[Needs, ...] = (
     Needs("decode_attention", (8, 0), _FLOATS, "paged_attention: pages are gathered, then torch's attention"),
@@ -77,7 +78,8 @@ TABLE: tuple[Needs, ...] = (
         cute=True,
         alone=True,
     ),
-    Needs("tile_linear", (0, 0), ("bfloat16",), "oneDNN's product over a packed weight", triton=False, pairs=True),
+    Needs("tile_linear", (0, 0), ("bfloat16",), "oneDNN's packed product", triton=False, tiles="avx512bf16"),
+    Needs("int8_linear", (0, 0), ("bfloat16",), "torch's packed product of int8", triton=False, tiles="avx512vnni"),
     Needs("paged_attention", (0, 0), _FLOATS, "none", triton=False, anywhere=True, loops=True),
     Needs("sampling", (0, 0), ("float32",), "none: logits become float32 before", triton=False, anywhere=True),
     Needs("grouped_mm", (9, 0), ("bfloat16",), "experts: the Triton product", triton=False, torch_op="_grouped_mm"),
@@ -89,8 +91,8 @@ def missing(needs: Needs, capability: Capability | None, dtype: str) -> str:
     """What keeps the op from running there, in words; empty where nothing does. capability None: not a CUDA device."""
     if needs.anywhere:
         return ""
-    if needs.pairs:
-        return _pairs(needs, capability, dtype)
+    if needs.tiles:
+        return _on_cpu(needs, capability, dtype)
     if capability is None:
         return "a CUDA device"
     if capability < needs.capability:
@@ -109,14 +111,14 @@ def missing(needs: Needs, capability: Capability | None, dtype: str) -> str:
     return ""
 
 
-def _pairs(needs: Needs, capability: Capability | None, dtype: str) -> str:
+def _on_cpu(needs: Needs, capability: Capability | None, dtype: str) -> str:
     from flowinfer.kernels import compiled
 
     if capability is not None:
         return "a CPU"
     if dtype not in needs.dtypes:
         return f"{' or '.join(needs.dtypes)} (got {dtype})"
-    return compiled.missing() or compiled.missing_pairs()
+    return compiled.missing() or compiled.missing_feature(needs.tiles)
 
 
 def require(op: str, device: str, dtype: str) -> None:

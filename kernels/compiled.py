@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from flowinfer.folders import cache_dir
+from flowinfer.kernels.arch import FEATURES
 
 _WIDE = {torch.float32: 1, torch.bfloat16: 0}  # how kernels are told what they read
 
@@ -34,14 +35,19 @@ def missing() -> str:
     return "" if _openmp() else "GOMP_parallel in torch's OpenMP"
 
 
-@lru_cache
 def missing_pairs() -> str:
     """What keeps tiles of bfloat16 pairs from running here (see tiles), in words; empty where nothing does."""
+    return missing_feature("avx512bf16")
+
+
+@lru_cache
+def missing_feature(feature: str) -> str:
+    """What keeps tiles by this feature of a processor from running here; empty where nothing does."""
     from llvmlite import binding
 
     if binding.llvm_version_info < (16,):
         return "numba 0.62 or later"
-    return "" if binding.get_host_cpu_features().get("avx512bf16") else "a processor with AVX512_BF16"
+    return "" if binding.get_host_cpu_features().get(feature) else f"a processor with {FEATURES[feature]}"
 
 
 @lru_cache

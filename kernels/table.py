@@ -8,7 +8,7 @@ from __future__ import annotations
 import ast
 from pathlib import Path
 
-from flowinfer.kernels.arch import TABLE, Needs, missing
+from flowinfer.kernels.arch import FEATURES, TABLE, Needs, missing
 
 FOLDER = Path(__file__).parent
 FILE = FOLDER / "README.md"
@@ -53,8 +53,8 @@ def wants(needs: Needs) -> str:
     loops = "; on a CPU numba, for loops of its own" if needs.loops else ""
     if needs.anywhere:
         return f"torch; {dtypes}{loops}"
-    if needs.pairs:
-        return f"a CPU with AVX512_BF16; numba; {dtypes}"
+    if needs.tiles:
+        return f"a CPU with {FEATURES[needs.tiles]}; numba; {dtypes}"
     least = ".".join(map(str, needs.capability))
     card = f"a CUDA device of capability {needs.capability[0]}.x" if needs.alone else f"CUDA capability {least}"
     parts = (

@@ -19,7 +19,7 @@ from numba.extending import intrinsic
 LANES = 16  # float32 numbers of a register
 
 
-class _BFloat(ir.Type):
+class _BFloat(ir.Type):  # type: ignore[misc]
     """LLVM's bfloat, which llvmlite has no name for."""
 
     intrinsic_name = "bf16"
@@ -35,6 +35,7 @@ class _BFloat(ir.Type):
 
 
 _INT32, _INT64, _SINGLE = ir.IntType(32), ir.IntType(64), ir.FloatType()
+_SHORTS = ir.VectorType(ir.IntType(16), LANES)
 SUMS, _WORDS = ir.VectorType(_SINGLE, LANES), ir.VectorType(_INT32, LANES)
 PAIRS, _HALVES = ir.VectorType(_BFloat(), 2 * LANES), ir.VectorType(_BFloat(), LANES)
 
@@ -84,9 +85,28 @@ class _Writer:
 
     def spread(self, address: Any) -> Any:
         """The pair at an address, in all lanes."""
+        return self.builder.bitcast(self.spread_word(address), PAIRS)
+
+    def spread_word(self, address: Any) -> Any:
+        """Four bytes at an address, in all lanes."""
         builder, anything = self.builder, ir.Constant(_WORDS, ir.Undefined)
         word = builder.insert_element(anything, self.load(address, _INT32, 4), ir.Constant(_INT32, 0))
-        return builder.bitcast(builder.shuffle_vector(word, anything, ir.Constant(_WORDS, [0] * LANES)), PAIRS)
+        return builder.shuffle_vector(word, anything, ir.Constant(_WORDS, [0] * LANES))
+
+    def spread_single(self, address: Any) -> Any:
+        """The float32 at an address, in all lanes."""
+        return self.builder.bitcast(self.spread_word(address), SUMS)
+
+    def dot_bytes(self, counts: Any, unsigned: Any, signed: Any) -> Any:
+        """counts + unsigned * signed, the products of four bytes added to one count."""
+        wanted = ir.FunctionType(_WORDS, [_WORDS, _WORDS, _WORDS])
+        product = self.builder.module.declare_intrinsic("llvm.x86.avx512.vpdpbusd.512", (), wanted)
+        return self.builder.call(product, [counts, unsigned, signed])
+
+    def multiply_add(self, x: Any, y: Any, z: Any) -> Any:
+        """x * y + z, rounded once."""
+        kind = ir.FunctionType(SUMS, [SUMS, SUMS, SUMS])
+        return self.builder.call(self.builder.module.declare_intrinsic("llvm.fma.v16f32", (), kind), [x, y, z])
 
     def shuffled(self, x: Any, y: Any, lanes: list[int]) -> Any:
         """Lanes of x, and behind them of y."""
@@ -164,6 +184,67 @@ def _emit_tile(
         value = builder.fptrunc(sums, _HALVES) if half else sums
         address = writer.moved(rows_c[i // vectors], (32 if half else 64) * (i % vectors))
         writer.store(value, address, 2 if half else 4)
+
+
+def tile_int8(rows: int, *, prefetch: int) -> Any:
+    """A loop (a, k, steps, middles, b, sums, scale, bias, c, apart_c, near, moving): rows times 32 columns over bytes.
+
+    a: rows of k uint8.  steps, middles float32 [rows, k / 32]: a number is its byte times the step of its 32, plus
+    their middle.  b: int8 [k / 4][32][4].  sums int16 [k / 32][32], of 32 of b.  scale, bias float32 [32], of columns.
+    c: rows of bfloat16.  near, moving, prefetch as in tile, 2 lines a step of four bytes.
+    """
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        a, k, steps, middles, b, sums, scale, bias, c, apart_c, near, moving = args
+        writer = _Writer(context, builder)
+        groups = builder.ashr(k, number(5))
+        apart = builder.shl(groups, number(2))
+        rows_a, rows_step, rows_middle = (
+            writer.rows(a, k, rows),
+            writer.rows(steps, apart, rows),
+            writer.rows(middles, apart, rows),
+        )
+        nothing, whole = ir.Constant(SUMS, [0.0] * LANES), ir.Constant(_WORDS, [0] * LANES)
+
+        def body(step: Any, places: list[Any], values: list[Any]) -> list[Any]:
+            counts = [whole] * (2 * rows)
+            along = builder.shl(step, number(5))
+            ahead = places[1]
+            for four in range(8):
+                columns = [writer.load(writer.moved(places[0], 128 * four + 64 * v), _WORDS, 4) for v in (0, 1)]
+                for v in (0, 1):
+                    writer.prefetch(writer.moved(ahead, 64 * v), prefetch)
+                ahead = builder.add(ahead, moving)
+                bytes_a = [writer.spread_word(writer.moved(builder.add(row, along), 4 * four)) for row in rows_a]
+                counts = [writer.dot_bytes(n, bytes_a[i // 2], columns[i % 2]) for i, n in enumerate(counts)]
+            at = builder.shl(step, number(2))
+            short = [writer.load(writer.moved(places[2], 32 * v), _SHORTS, 2) for v in (0, 1)]
+            weights = [builder.sitofp(builder.sext(one, _WORDS), SUMS) for one in short]
+            factors = [writer.spread_single(builder.add(row, at)) for row in rows_step]
+            shifts = [writer.spread_single(builder.add(row, at)) for row in rows_middle]
+            scaled = [
+                writer.multiply_add(builder.sitofp(n, SUMS), factors[i // 2], values[i]) for i, n in enumerate(counts)
+            ]
+            return [writer.multiply_add(weights[i % 2], shifts[i // 2], total) for i, total in enumerate(scaled)]
+
+        group_moves = builder.shl(moving, number(3))
+        moving_on = [(b, number(1024)), (near, group_moves), (sums, number(64))]
+        reached = writer.loop(groups, moving_on, [nothing] * (2 * rows), body)
+        of_columns = [[writer.load(writer.moved(place, 64 * v), SUMS, 4) for v in (0, 1)] for place in (scale, bias)]
+        rows_c = writer.rows(c, apart_c, rows)
+        for i, total in enumerate(reached):
+            value = writer.multiply_add(total, of_columns[0][i % 2], of_columns[1][i % 2])
+            writer.store(builder.fptrunc(value, _HALVES), writer.moved(rows_c[i // 2], 32 * (i % 2)), 2)
+        return context.get_dummy_value()
+
+    @intrinsic
+    def tiled(
+        typing: Any, a: Any, k: Any, steps: Any, middles: Any, b: Any, sums: Any, scale: Any, bias: Any, c: Any,
+        dc: Any, near: Any, dn: Any,
+    ) -> Any:  # fmt: skip
+        return types.void(*[types.int64] * 12), codegen
+
+    return tiled
 
 
 def scores(rows: int, registers: int) -> Any:

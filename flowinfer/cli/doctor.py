@@ -40,7 +40,7 @@ def _state(needs: Needs, device: str, dtype: str) -> str:
     if device == "cpu" and needs.loops:
         loops = compiled.missing()
         return f"compiled loops need {loops}; instead: plain torch" if loops else "runs, in compiled loops"
-    if needs.pairs and not lacks and not compiled.pairs_pay():
+    if needs.tiles and not lacks and not compiled.pairs_pay():
         return f"would run; faster with AMX: {needs.fallback}"
     return f"needs {lacks}; instead: {needs.fallback}" if lacks else "runs"
 

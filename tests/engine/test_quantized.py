@@ -81,7 +81,7 @@ def test_few_rows_are_packed_and_many_wide(bits: int, monkeypatch: pytest.Monkey
     product = QuantLinear(a_weight(32, 64, torch.float32), None, Quantization(bits))
     few = FEW_ROWS[bits]
     monkeypatch.setattr(product, "_packed", lambda x: "packed")
-    monkeypatch.setattr(product, "_wide", lambda x: "wide")
+    monkeypatch.setattr(product, "wide", lambda x: "wide")
     assert [product(torch.zeros(rows, 64)) for rows in (1, few, few + 1)] == ["packed", "packed", "wide"]
 
 
@@ -89,7 +89,7 @@ def test_few_rows_are_packed_and_many_wide(bits: int, monkeypatch: pytest.Monkey
 def test_only_keeps_one_copy(bits: int) -> None:
     weight, bias = a_weight(32, 64, torch.float32), torch.randn(32)
     both, only = (QuantLinear(weight, bias, Quantization(bits, wide=wide)) for wide in (True, False))
-    assert only._wide is None
+    assert only.wide is None
     x = torch.randn(40, 64)
     torch.testing.assert_close(only(x), both(x), atol=1e-4, rtol=1e-4)
 

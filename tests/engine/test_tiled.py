@@ -38,17 +38,20 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 
-def model_of(folder: Path, name: str, dtype: str = "bfloat16", **settings: Any) -> Any:
+def model_of(folder: Path, name: str, dtype: str = "bfloat16", weights: str = "checkpoint", **settings: Any) -> Any:
     family = {"architectures": [name.partition(",")[0]]}
     (folder / "config.json").write_text(json.dumps(SMALL | FAMILIES[name] | settings | family))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(load, "COMPILED_FROM", 0)
-        return load.load(folder, dtype=dtype, device="cpu")
+        return load.load(folder, dtype=dtype, device="cpu", weights=weights)
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=[*FAMILIES, "int8", "int4"])
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> TiledModel:
-    made = model_of(tmp_path_factory.mktemp("model"), request.param)
+    name, weights = (
+        ("Qwen3ForCausalLM", request.param) if request.param in ("int8", "int4") else (request.param, "checkpoint")
+    )
+    made = model_of(tmp_path_factory.mktemp("model"), name, weights=weights)
     assert type(made) is TiledModel
     return made
 
@@ -127,6 +130,14 @@ def test_logits_are_those_of_plain_torch(tmp_path: Path) -> None:
         kv = arena(made)
         got, want = made.forward(step, kv), plain.forward(step, torch.full_like(kv, float("nan"), dtype=torch.float32))
         assert float((got - want).abs().max()) < 0.06 * float(want.std()), name
+
+
+def test_weights_of_8_bits_are_multiplied_by_tiles_of_bytes_alone(tmp_path: Path) -> None:
+    eight, plain = (model_of(tmp_path, "LlamaForCausalLM", weights=weights) for weights in ("int8-only", "checkpoint"))
+    assert type(eight) is TiledModel and eight._phases.rounds and not plain._phases.rounds
+    step = step_of([(0, 90), (0, 5)], torch.arange(95))
+    got, want = (model.forward(step, arena(model)) for model in (eight, plain))
+    assert 0 < float((got - want).norm() / want.norm()) < 0.05
 
 
 def test_two_threads_may_step_at_once(model: TiledModel) -> None:

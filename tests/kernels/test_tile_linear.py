@@ -84,7 +84,7 @@ def test_weights_that_have_no_tiles_say_why(shape: tuple[int, int], dtype: torch
 
 
 def test_processors_that_lack_the_instruction_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiled, "missing_pairs", lambda: "a processor with AVX512_BF16")
+    monkeypatch.setattr(compiled, "missing_feature", lambda feature: f"a processor with {arch.FEATURES[feature]}")
     with pytest.raises(KernelUnsupported, match="needs a processor with AVX512_BF16"):
         TileWeight(torch.zeros(64, 32, dtype=torch.bfloat16))
     needs = arch.BY_OP["tile_linear"]

@@ -57,7 +57,13 @@ def load(
     if weights == FP8:
         fp8.refuse(torch.device(device), DTYPES[chosen], config, batch_invariant=batch_invariant)
     invariance = Invariance(torch.device(device), DTYPES[chosen]) if batch_invariant else None
-    own = makers(weights, torch.device(device), invariance.wrapping if invariance else lambda make: make)
+    compiles = _pays_to_compile(config, torch.device(device), DTYPES[chosen])
+    own = makers(
+        weights,
+        torch.device(device),
+        invariance.wrapping if invariance else lambda make: make,
+        tiles=compiles and compiled.pairs_pay(),
+    )
     if wants_random(folder):
         with torch.inference_mode():
             random = RandomWeights(dtype=DTYPES[chosen], device=torch.device(device))
@@ -237,8 +243,10 @@ class _Loader:
         return torch.empty(shape, dtype=self.weights.dtype, device=self.weights.device)
 
 
-def _pays_to_compile(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> bool:
+def _pays_to_compile(config: ModelConfig | V4Config, device: torch.device, dtype: torch.dtype) -> bool:
     """Whether compiled loops run there, and the model is large enough to win back the half second that they load in."""
+    if isinstance(config, V4Config):
+        return False
     per_layer = config.hidden_size * (4 * config.hidden_size + 3 * config.intermediate_size)
     runs = device.type == "cpu" and dtype in (torch.float32, torch.bfloat16) and not compiled.missing()
     return runs and config.num_layers * per_layer >= COMPILED_FROM

@@ -2,7 +2,8 @@
 
 One or a few rows are multiplied by torch's packed products, which read a quarter or half of the bytes; more rows by
 the same numbers in the model's dtype, which the processor's matrix units take faster: a second copy, which
-`int4-only` and `int8-only` do without. So the number of rows changes speed and rounding, never the weights.
+`int4-only` and `int8-only` do without. So the number of rows changes speed and rounding, never the weights. Where tiles
+of bytes run and pay, weights of 8 bits are multiplied by them alone, with rows rounded to 8 bits in groups.
 
 int4: 16 levels between the least and the largest of GROUP weights of a row, a scale and an offset a group.
 int8: 255 levels around zero, a scale a row; with int4 the head has it too, where 4 bits lose most of what they lose.
@@ -19,8 +20,9 @@ from torch import Tensor
 
 from flowinfer.engine.formats import FP8, numbers_of
 from flowinfer.engine.models import fp8
-from flowinfer.engine.models.linear import Make, Projection, make_linear
+from flowinfer.engine.models.linear import Make, Projection, make_linear, make_tiles
 from flowinfer.errors import ModelError
+from flowinfer.kernels.int8_linear import Int8Weight, int8_linear, missing
 
 GROUP = 32  # weights that share a scale: 5 bits a weight in all, and half the loss of 64
 FEW_ROWS = {4: 5, 8: 2}  # rows up to which the packed product is the faster: one core of an AMD EPYC with AVX-512
@@ -51,10 +53,13 @@ class Makers(NamedTuple):
     head: Make
 
 
-def makers(weights: str, device: torch.device, wrap: Callable[[Make], Make] = lambda make: make) -> Makers | None:
+def makers(
+    weights: str, device: torch.device, wrap: Callable[[Make], Make] = lambda make: make, *, tiles: bool = False
+) -> Makers | None:
     """Of quantized weights; None for the checkpoint's own. wrap: what else is done to each product.
 
-    Raises ModelError for integers on a GPU; where FP8 runs was asked before.
+    tiles: for a model that runs by compiled loops, in tiles.  Raises ModelError for integers on a GPU; where FP8 runs
+    was asked before.
     """
     if weights == FP8:
         return Makers(fp8.make_fp8, wrap(make_linear))
@@ -62,16 +67,19 @@ def makers(weights: str, device: torch.device, wrap: Callable[[Make], Make] = la
     if how is None:
         return None
     refuse_device(device, weights)
-    return Makers(wrap(quantizing(how)), wrap(quantizing(how._replace(bits=8))))
+    return Makers(wrap(quantizing(how, tiles=tiles)), wrap(quantizing(how._replace(bits=8), tiles=tiles)))
 
 
-def quantizing(how: Quantization) -> Make:
+def quantizing(how: Quantization, *, tiles: bool = False) -> Make:
     """A stand-in for make_linear. A matrix that doesn't divide by groups and tiles stays as it is."""
+    plain = make_tiles if tiles else make_linear
 
     def make(weight_OI: Tensor, bias_O: Tensor | None = None) -> Projection:
         if not fits(weight_OI, how):
-            return make_linear(weight_OI, bias_O)
-        return QuantLinear(weight_OI, bias_O, how)
+            return plain(weight_OI, bias_O)
+        if how.bits == 8 and tiles and not missing(weight_OI):
+            return Int8Linear(weight_OI, bias_O)
+        return QuantLinear(weight_OI, bias_O, how, plain)
 
     return make
 
@@ -94,20 +102,31 @@ def refuse_device(device: torch.device, weights: str) -> None:
 class QuantLinear:
     """The product of a quantized weight: packed up to `few` rows, wide above where there is a wide copy."""
 
-    def __init__(self, weight_OI: Tensor, bias_O: Tensor | None, how: Quantization) -> None:
+    def __init__(self, weight_OI: Tensor, bias_O: Tensor | None, how: Quantization, plain: Make = make_linear) -> None:
         quantized = Int4(weight_OI, how.group) if how.bits == 4 else Int8(weight_OI)
         packs = has_packed_products(how.bits)
         self.few = FEW_ROWS[how.bits] if how.wide else 1 << 30
         self._bias_O = bias_O
-        self._wide = make_linear(quantized.plain(), bias_O) if how.wide or not packs else None
+        self.wide = plain(quantized.plain(), bias_O) if how.wide or not packs else None
         self._packed = quantized.packed() if packs else None
 
     def __call__(self, x_TI: Tensor) -> Tensor:
-        if self._packed is None or (self._wide is not None and x_TI.shape[0] > self.few):
-            assert self._wide is not None, "one of the two is always there"
-            return self._wide(x_TI)
+        if self._packed is None or (self.wide is not None and x_TI.shape[0] > self.few):
+            assert self.wide is not None, "one of the two is always there"
+            return self.wide(x_TI)
         y_TO = self._packed(x_TI.contiguous())
         return y_TO if self._bias_O is None else y_TO + self._bias_O
+
+
+class Int8Linear:
+    """The product of a weight of 8 bits with rows of 8 bits (see kernels.int8_linear): any number of rows."""
+
+    def __init__(self, weight_OI: Tensor, bias_O: Tensor | None = None) -> None:
+        quantized = Int8(weight_OI)
+        self.weight = Int8Weight(quantized.codes, quantized.scale, bias_O)
+
+    def __call__(self, x_TI: Tensor) -> Tensor:
+        return int8_linear(x_TI.contiguous(), self.weight)
 
 
 class Int4:

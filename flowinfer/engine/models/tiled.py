@@ -8,6 +8,7 @@ the same with a call for each part, for other processors, dtypes and layers. Imp
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -19,10 +20,13 @@ from flowinfer.engine.models.decoder import Layer
 from flowinfer.engine.models.invariant import RowsLinear
 from flowinfer.engine.models.linear import Projection, TileLinear
 from flowinfer.engine.models.moe import GatedFFN
+from flowinfer.engine.models.quantized import Int8Linear, QuantLinear
 from flowinfer.engine.models.rope import Rope
 from flowinfer.engine.step import StepInput, blocks_of_tokens
 from flowinfer.kernels.activation.cpu import SILU_MUL, silu_mul_rows
 from flowinfer.kernels.compiled import bits, scratch
+from flowinfer.kernels.int8_linear import GROUP, Int8Weight
+from flowinfer.kernels.int8_linear.cpu import LINEAR_INT8, QUANTIZE_ROWS, linear_int8, quantize_rows
 from flowinfer.kernels.norm.cpu import RMS_NORM, rms_norm, rms_norm_rows
 from flowinfer.kernels.paged_attention import cpu as attention
 from flowinfer.kernels.paged_attention import cpu_tiles
@@ -31,18 +35,23 @@ from flowinfer.kernels.rope.cpu import ROPE_WRITE, rope_write_rows
 from flowinfer.kernels.tile_linear import TileWeight
 from flowinfer.kernels.tile_linear.cpu import LINEAR, linear
 
+Weight = TileWeight | Int8Weight
+
 
 class _Weights(NamedTuple):
     """Products of a layer."""
 
-    qkv: TileWeight
-    out: TileWeight
-    gate_up: TileWeight
-    down: TileWeight
+    qkv: Weight
+    out: Weight
+    gate_up: Weight
+    down: Weight
 
 
 class _Rows(NamedTuple):
-    """Room for what a layer hands on, for so many tokens; all bfloat16. delta: what is to be added to x."""
+    """Room for what a layer hands on, for so many tokens; bfloat16. delta: what is to be added to x.
+
+    codes uint8, steps and middles float32: rows made ready for a product of 8 bits.
+    """
 
     x: Tensor
     normed: Tensor
@@ -52,6 +61,9 @@ class _Rows(NamedTuple):
     delta: Tensor
     gate_up: Tensor
     gated: Tensor
+    codes: Tensor
+    steps: Tensor
+    middles: Tensor
 
 
 def can_tile(layers: list[Layer]) -> bool:
@@ -67,11 +79,18 @@ def _products(layer: Layer) -> _Weights | None:
     return _Weights(*whole) if len(whole) == len(found) else None
 
 
-def _tiles(product: Projection) -> TileWeight | None:
+def _tiles(product: Projection) -> Weight | None:
     """The weight of a product in tiles. One that was proven for any number of rows needs no splitting by rows."""
     if isinstance(product, RowsLinear) and product.least == 1 and not product.tile:
         product = product.inner
-    return product.weight if isinstance(product, TileLinear) else None
+    if isinstance(product, QuantLinear):
+        product = product.wide or product
+    return product.weight if isinstance(product, TileLinear | Int8Linear) else None
+
+
+def _few(layers: list[Layer]) -> int:
+    """Rows up to which some product has a faster way than tiles."""
+    return max((layer.qkv.few for layer in layers if isinstance(layer.qkv, QuantLinear)), default=0)
 
 
 class TiledModel(CompiledModel):
@@ -82,6 +101,7 @@ class TiledModel(CompiledModel):
     ) -> None:
         super().__init__(config, embed_VH, layers, norm_H, head_VH, rope)
         self._lock = threading.Lock()  # one step at a time: its rows lie in room that is kept
+        self._few = _few(layers)
         self._rows: _Rows | None = None
         self._packed = torch.empty(0, dtype=torch.uint8)
         weights = [products for layer in layers if (products := _products(layer)) is not None]
@@ -90,6 +110,8 @@ class TiledModel(CompiledModel):
     @torch.inference_mode()
     def forward(self, step: StepInput, kv: Tensor) -> Tensor | None:
         """As Model.forward."""
+        if step.num_tokens <= self._few:
+            return super().forward(step, kv)
         with self._lock:
             return self._forward(step, kv)
 
@@ -119,14 +141,14 @@ class TiledModel(CompiledModel):
                 done = index + 1
                 step.give(index, (rows.x[:tokens] + rows.delta[:tokens])[step.logit_rows])
         if step.logit_rows is None:
-            program.run(done, last, end=phases.UNTIL_WRITTEN)
+            program.run(done, last, end=phases.until_written)
             return None  # keys and values were all that was wanted: what follows serves logits
-        program.run(done, last, end=program.each - phases.AFTER_ATTENTION)
+        program.run(done, last, end=program.each - phases.after_attention)
         wanted = len(step.logit_rows)
         for kind in (rows.x, rows.attended):
             kind[:wanted] = kind.index_select(0, step.logit_rows)
         phases.narrow(last, wanted)
-        program.run(last, last + 1, begin=program.each - phases.AFTER_ATTENTION)
+        program.run(last, last + 1, begin=program.each - phases.after_attention)
         del kept
         x, delta = rows.x[:wanted], rows.delta[:wanted]
         if step.wants(last):
@@ -142,16 +164,59 @@ class TiledModel(CompiledModel):
                 *[config.hidden_size] * 2, (n + 2 * k) * d, n * d, n * d, config.hidden_size,
                 2 * config.intermediate_size, config.intermediate_size,
             )  # fmt: skip
-            self._rows = _Rows(*(torch.empty(most, width, dtype=torch.bfloat16) for width in widths))
+            codes = max(config.hidden_size, n * d, config.intermediate_size) if self._phases.rounds else 0
+            self._rows = _Rows(
+                *(torch.empty(most, width, dtype=torch.bfloat16) for width in widths),
+                torch.empty(most, codes, dtype=torch.uint8),
+                *(torch.empty(most, codes // GROUP) for _ in range(2)),
+            )
             self._phases.place(self._rows)
         return self._rows
 
 
-class _Phases:
-    """The kernels of a layer with their arguments in all layers, and programs of them."""
+class _Product:
+    """A product in all layers: one phase, or two where rows are rounded to 8 bits before."""
 
-    UNTIL_WRITTEN = 3  # phases until a token's keys and values are written
-    AFTER_ATTENTION = 5
+    def __init__(self, weights: Sequence[Weight]) -> None:
+        first, turns = weights[0], len(weights)
+        panels, bias = [weight.panels for weight in weights], [weight.bias_O for weight in weights]
+        same: dict[str, Value] = {"weight": panels, "bias": bias, "n": first.rows_out, "k": first.columns}
+        self._rounding: Phase | None = None
+        if isinstance(first, TileWeight):
+            self._main = Phase(linear, LINEAR, turns, **same)
+        else:
+            eight = [weight for weight in weights if isinstance(weight, Int8Weight)]
+            scales, sums = [weight.scale_O for weight in eight], [weight.sums for weight in eight]
+            self._rounding = Phase(quantize_rows, QUANTIZE_ROWS, turns, k=first.columns)
+            self._main = Phase(linear_int8, LINEAR_INT8, turns, **same, weight_scale=scales, sums=sums)
+
+    @property
+    def phases(self) -> list[tuple[Phase, bool]]:
+        """In the order in which they run."""
+        return [(phase, True) for phase in (self._rounding, self._main) if phase is not None]
+
+    def place(self, x: Tensor, y: Tensor, rows: _Rows) -> None:
+        """From where to where it goes."""
+        self._main.set(x=x, y=y)
+        if self._rounding is not None:
+            self._rounding.set(x=x, codes=rows.codes, steps=rows.steps, middles=rows.middles)
+            self._main.set(x=rows.codes, steps=rows.steps, middles=rows.middles)
+
+    def set_rows(self, count: int, turn: int | None = None) -> None:
+        """How many rows, in all layers or in one."""
+        for phase, _ in self.phases:
+            if turn is None:
+                phase.set(m=count)
+            else:
+                phase.set_at(turn, m=count)
+
+
+class _Phases:
+    """The kernels of a layer with their arguments in all layers, and programs of them.
+
+    rounds: whether rows are rounded to 8 bits for products.  until_written: phases until a token's keys and values are
+    written.  after_attention: phases behind attention.
+    """
 
     def __init__(
         self,
@@ -176,18 +241,13 @@ class _Phases:
         self._pack = Phase(cpu_tiles.pack_pages, cpu_tiles.PACK_PAGES, turns, **heads)
         self._tiles = Phase(cpu_tiles.attend_tiles, cpu_tiles.ATTEND_TILES, turns, k=k, d=d, group=n // k)
         self._silu = Phase(silu_mul_rows, SILU_MUL, turns, n=config.intermediate_size)
-        self._qkv, self._out, self._gate_up, self._down = (
-            Phase(
-                linear, LINEAR, turns, weight=[w.panels for w in column], bias=[w.bias_O for w in column],
-                n=column[0].rows_out, k=column[0].columns,
-            )
-            for column in zip(*weights, strict=True)
-        )  # fmt: skip
-        before = [(self._input_norm, True), (self._qkv, True), (self._rope, True)]
+        self._products = [_Product(column) for column in zip(*weights, strict=True)]
+        qkv, out, gate_up, down = (product.phases for product in self._products)
+        before = [(self._input_norm, True), *qkv, (self._rope, True)]
         many = [(self._pack, True), (self._tiles, True)]
-        after = [
-            (self._out, True), (self._post_norm, True), (self._gate_up, True), (self._silu, True), (self._down, True)
-        ]  # fmt: skip
+        after = [*out, (self._post_norm, True), *gate_up, (self._silu, True), *down]
+        self.until_written, self.after_attention = len(before), len(after)
+        self.rounds = isinstance(weights[0].qkv, Int8Weight)
         attends: dict[tuple[Phase | None, bool], list[tuple[Phase, bool]]] = {(None, True): many}
         for few in (self._few, self._pages):
             attends |= {(few, False): [(few, True)], (few, True): [(few, False), *many]}
@@ -200,14 +260,15 @@ class _Phases:
         self._input_norm.set(x=rows.x, delta=rows.delta, out=rows.normed)
         self._input_norm.set_at(0, delta=0)
         self._post_norm.set(x=rows.x, delta=rows.delta, out=rows.normed)
-        self._qkv.set(x=rows.normed, y=rows.qkv)
+        qkv, out, gate_up, down = self._products
+        qkv.place(rows.normed, rows.qkv, rows)
+        out.place(rows.attended, rows.delta, rows)
+        gate_up.place(rows.normed, rows.gate_up, rows)
+        down.place(rows.gated, rows.delta, rows)
         self._rope.set(qkv=rows.qkv, queries=rows.queries)
         for phase in (self._few, self._pages, self._tiles):
             phase.set(queries=rows.queries, out=rows.attended)
-        self._out.set(x=rows.attended, y=rows.delta)
-        self._gate_up.set(x=rows.normed, y=rows.gate_up)
         self._silu.set(gate_up=rows.gate_up, out=rows.gated)
-        self._down.set(x=rows.gated, y=rows.delta)
 
     def begin(
         self, step: StepInput, kv: Tensor, plan: attention.Plan, blocks: Tensor, packed: Tensor
@@ -225,8 +286,8 @@ class _Phases:
         )
         for phase in (self._input_norm, self._post_norm, self._silu):
             phase.set(rows=tokens, room=room, apart=apart)
-        for phase in (self._qkv, self._out, self._gate_up, self._down):
-            phase.set(m=tokens)
+        for product in self._products:
+            product.set_rows(tokens)
         pages: dict[str, Value] = {"kv": kv, "layers": kv.shape[1], "block_tokens": block_tokens}
         self._rope.set(**pages, tokens=tokens, positions=positions, blocks=blocks, room=room, apart=apart)
         few = None
@@ -245,8 +306,7 @@ class _Phases:
 
     def narrow(self, turn: int, rows: int) -> None:
         """From here on the turn has fewer rows: those of logits."""
-        self._out.set_at(turn, m=rows)
+        for product in self._products[1:]:
+            product.set_rows(rows, turn)
         self._post_norm.set_at(turn, rows=rows)
-        self._gate_up.set_at(turn, m=rows)
         self._silu.set_at(turn, rows=rows)
-        self._down.set_at(turn, m=rows)
