@@ -165,11 +165,9 @@ class TiledModel(CompiledModel):
                 2 * config.intermediate_size, config.intermediate_size,
             )  # fmt: skip
             codes = max(config.hidden_size, n * d, config.intermediate_size) if self._phases.rounds else 0
-            self._rows = _Rows(
-                *(torch.empty(most, width, dtype=torch.bfloat16) for width in widths),
-                torch.empty(most, codes, dtype=torch.uint8),
-                *(torch.empty(most, codes // GROUP) for _ in range(2)),
-            )
+            rows = [torch.empty(most, width, dtype=torch.bfloat16) for width in widths]
+            rounded = [torch.empty(most, codes, dtype=torch.uint8), *torch.empty(2, most, codes // GROUP)]
+            self._rows = _Rows._make([*rows, *rounded])
             self._phases.place(self._rows)
         return self._rows
 
