@@ -239,16 +239,16 @@ class SpecVerify(Stage):
         known = self.tenants.known(slots)
         if step.drafts is not None:
             self.drafting.take(slots, step.drafts)
-        drafts = self.drafting.guesses[slots] if step.drafts is None else step.drafts.tokens
-        num_drafts = np.diff(step.starts) - 1
         positions = batch.num_tokens[slots]
-        if step.chosen is not None:
+        if step.chosen is not None and len(step.chosen) == slots.size:  # most steps on a GPU: the host has least time
+            chosen, accepted = step.chosen[:, None], np.zeros(slots.size, np.int32)
+            num_drafts = accepted
+        else:
+            drafts = self.drafting.guesses[slots] if step.drafts is None else step.drafts.tokens
             rows = step.chosen
-        else:
-            rows = self.sampler.choose(step.logits, slots, step.starts, positions, drafts).astype(np.int32)
-        if len(rows) == slots.size:
-            chosen, accepted = rows[:, None], np.zeros(slots.size, np.int32)
-        else:
+            if rows is None:
+                rows = self.sampler.choose(step.logits, slots, step.starts, positions, drafts).astype(np.int32)
+            num_drafts = np.diff(step.starts) - 1
             chosen = pad_rows(rows, step.starts)
             accepted = count_matches(chosen, drafts, num_drafts)
         known = self._finite(slots, chosen, accepted, known)
@@ -299,12 +299,15 @@ class SpecVerify(Stage):
 
     def _tokens(self, step: Logits, verdict: Verdict) -> Tokens:
         slots = verdict.slots.tolist()
-        kept = np.arange(verdict.tokens.shape[1]) < verdict.counts[:, None]
+        if verdict.tokens.shape[1] == 1 and verdict.counts.all():
+            tokens = verdict.tokens[:, 0]
+        else:
+            tokens = verdict.tokens[np.arange(verdict.tokens.shape[1]) < verdict.counts[:, None]]
         message = Tokens(
             step=step.step,
             ids=self._ids_of(verdict.slots, slots),
             counts=verdict.counts,
-            tokens=verdict.tokens[kept],
+            tokens=tokens,
             opened=self.tenants.open(slots),
             positions=self.batch.num_tokens[verdict.slots] - verdict.counts - self.batch.num_prompt[verdict.slots],
             logprobs=self._logprobs(step, verdict, slots) if self.num_top else {},
