@@ -12,7 +12,8 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import threading
-from functools import lru_cache
+from collections.abc import Callable
+from functools import cached_property, lru_cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -78,14 +79,26 @@ SMALL = 1 << 15  # numbers up to which one thread is done before another would h
 
 
 class Kernel:
-    """A cfunc of numba, run on all of torch's threads, or on one where there is little to do."""
+    """A cfunc of numba, run on all of torch's threads, or on one where there is little to do.
 
-    def __init__(self, function: Any) -> None:
+    It is compiled when its address is first asked for; a model asks for those that it needs as it is loaded.
+    """
+
+    def __init__(self, compile: Callable[[], Any]) -> None:
         openmp = _openmp()
         assert openmp is not None, "callers have looked at missing()"
-        self.address: int = function.address
+        self._compile = compile
         self._parallel = openmp.GOMP_parallel
-        self._alone = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(self.address)
+
+    @cached_property
+    def address(self) -> int:
+        """Of its machine code."""
+        address: int = self._compile().address
+        return address
+
+    @cached_property
+    def _alone(self) -> Any:
+        return ctypes.CFUNCTYPE(None, ctypes.c_void_p)(self.address)
 
     def __call__(self, *numbers: int | Tensor, work: int) -> None:
         """Tensors go in as their addresses: contiguous ones that the caller keeps alive. work: numbers gone through."""

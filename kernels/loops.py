@@ -25,11 +25,15 @@ _barrier = types.ExternalFunction("GOMP_barrier", types.void())
 
 
 def kernel(function: Callable[[Any], None]) -> compiled.Kernel:
-    """Compiles a kernel, or takes it from where an earlier process has kept it."""
-    try:
-        return compiled.Kernel(cfunc(_ARGUMENTS, cache=True)(function))
-    except RuntimeError:  # no folder can be written to
-        return compiled.Kernel(cfunc(_ARGUMENTS)(function))
+    """A kernel that is compiled when it is needed, or taken from where an earlier process has kept it."""
+
+    def compile() -> Any:
+        try:
+            return cfunc(_ARGUMENTS, cache=True)(function)
+        except RuntimeError:  # no folder can be written to
+            return cfunc(_ARGUMENTS)(function)
+
+    return compiled.Kernel(compile)
 
 
 def loop(function: Callable[..., Any]) -> Any:
@@ -219,6 +223,13 @@ def largest(x, n):
         each = rank(x[i])
         most = each if each > most else most
     return of_rank(most)
+
+
+@loop
+def fill(x, first, last, value):
+    """Numbers from first to before last."""
+    for i in range(first, last):
+        x[i] = value
 
 
 @loop

@@ -25,6 +25,7 @@ from torch import Tensor
 from flowinfer.kernels.compiled import pairs_pay, scratch, wide
 from flowinfer.kernels.loops import (
     exp2,
+    fill,
     kernel,
     largest,
     loop,
@@ -54,6 +55,7 @@ from flowinfer.kernels.rope import Heads
 
 FEW_ROWS = 48  # query rows of a kv head up to which a sequence counts as one with few; one query may have more
 TILE_ROWS = 768  # of a tile: its scores over 2,048 keys are 3 MB in bfloat16
+_USUAL = 64  # tokens of a page
 Int32s = npt.NDArray[np.int32]
 Int64s = npt.NDArray[np.int64]
 
@@ -187,6 +189,16 @@ def attend(queries: Tensor, kv: Tensor, layer: int, plan: Plan) -> Tensor:
     return out
 
 
+def ready(dtype: torch.dtype, head_dim: int) -> None:
+    """Compiles what attention over pages of a usual size needs."""
+    pairs = dtype is torch.bfloat16 and pairs_pay()
+    in_tiles = pairs and head_dim % 32 == 0
+    needed = [attend_pages if pairs and reads_pages(head_dim, _USUAL) else attend_few]
+    needed += [pack_pages, attend_tiles] if in_tiles else [_softmax_rows, _write_divided]
+    for each in needed:
+        _ = each.address
+
+
 def pages_in_pairs(kv: Tensor) -> bool:
     """Whether a few queries of this arena, [blocks, layers, 2, K, block_tokens, D], go by attend_pages."""
     return kv.dtype is torch.bfloat16 and pairs_pay() and reads_pages(kv.shape[5], kv.shape[4])
@@ -269,11 +281,11 @@ def _softmax_rows(arguments):
         if is_wide:
             single = carray(pointer(scores + 4 * r * n), n, np.float32)
             total[r] = _powers(single, seen, largest(single, seen))
-            single[seen:n] = np.float32(0)
+            fill(single, seen, n, np.float32(0))
         else:
             half = carray(pointer(scores + 2 * r * n), n, np.uint16)
             total[r] = _powers_half(half, seen, _largest_half(half, seen))
-            half[seen:n] = np.uint16(0)
+            fill(half, seen, n, np.uint16(0))
 
 
 @kernel
@@ -357,6 +369,7 @@ def attend_few(arguments):
     query = carray(pointer(mine), (most, d), np.float32)
     flat_query = carray(pointer(mine), most * d, np.float32)
     total = carray(pointer(mine + 4 * most * d), (most, d), np.float32)
+    flat_total = carray(pointer(mine + 4 * most * d), most * d, np.float32)
     weights = carray(pointer(mine + 8 * most * d), block_tokens, np.float32)
     peak = carray(pointer(mine + 8 * most * d + 4 * most * block_tokens), most, np.float32)
     mass = carray(pointer(mine + 8 * most * d + 4 * most * (block_tokens + 1)), most, np.float32)
@@ -367,9 +380,9 @@ def attend_few(arguments):
             blocks = carray(pointer(tables + 4 * sequence * width), width, np.int32)
             rows = count * group
             read_row(queries + (head * tokens + start) * group * size, rows * d, is_wide, flat_query)
-            total[:rows] = np.float32(0)
-            peak[:rows] = np.float32(-np.inf)
-            mass[:rows] = np.float32(0)
+            fill(flat_total, 0, rows * d, np.float32(0))
+            fill(peak, 0, rows, np.float32(-np.inf))
+            fill(mass, 0, rows, np.float32(0))
             for page in range((length + block_tokens - 1) // block_tokens):
                 first = page * block_tokens
                 held = min(block_tokens, length - first)

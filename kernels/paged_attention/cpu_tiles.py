@@ -12,6 +12,7 @@ import numpy as np
 from numba import carray
 
 from flowinfer.kernels.loops import (
+    fill,
     kernel,
     largest,
     loop,
@@ -80,7 +81,7 @@ def _pack_values(first, second, d, out):
 
 @loop
 def _clear(address, bytes):
-    carray(pointer(address), bytes, np.uint8)[:] = np.uint8(0)
+    fill(carray(pointer(address), bytes, np.uint8), 0, bytes, np.uint8(0))
 
 
 PACK_PAGES = "kv packed chunks tables num_chunks k d layer layers block_tokens width"
@@ -173,9 +174,9 @@ def attend_tiles(arguments):
             query = queries + ((head * tokens + start) * group + first) * size
             keys = packed + place + head * 2 * padded * size
             values = keys + padded * size
-            sums[:] = np.float32(0)
-            peak[:] = np.float32(-np.inf)
-            mass[:] = np.float32(0)
+            fill(sums, 0, ROWS * d, np.float32(0))
+            fill(peak, 0, ROWS, np.float32(-np.inf))
+            fill(mass, 0, ROWS, np.float32(0))
             reach = before + (first + ROWS - 1) // group + 1
             for begin in range(0, reach, KEYS):
                 held = min(KEYS, reach - begin)
@@ -200,26 +201,37 @@ def attend_tiles(arguments):
 
 
 @loop
-def _score(rows, d, query, keys, groups, out, near):
-    """Products of up to 4 rows with 16 keys a group."""
-    size = 2 * d
-    if d == 64:
-        if rows == 1:
-            _one_64(query, size, keys, size, groups, out, _SCORE_BYTES, near)
-        elif rows == 2:
-            _two_64(query, size, keys, size, groups, out, _SCORE_BYTES, near)
-        elif rows == 3:
-            _three_64(query, size, keys, size, groups, out, _SCORE_BYTES, near)
-        elif rows == 4:
-            _four_64(query, size, keys, size, groups, out, _SCORE_BYTES, near)
-    elif rows == 1:
-        _one_128(query, size, keys, size, groups, out, _SCORE_BYTES, near)
+def _score_64(rows, query, keys, groups, out, near):
+    """Products of up to 4 rows with 16 keys a group, of heads of 64."""
+    if rows == 1:
+        _one_64(query, 128, keys, 128, groups, out, _SCORE_BYTES, near)
     elif rows == 2:
-        _two_128(query, size, keys, size, groups, out, _SCORE_BYTES, near)
+        _two_64(query, 128, keys, 128, groups, out, _SCORE_BYTES, near)
     elif rows == 3:
-        _three_128(query, size, keys, size, groups, out, _SCORE_BYTES, near)
+        _three_64(query, 128, keys, 128, groups, out, _SCORE_BYTES, near)
     elif rows == 4:
-        _four_128(query, size, keys, size, groups, out, _SCORE_BYTES, near)
+        _four_64(query, 128, keys, 128, groups, out, _SCORE_BYTES, near)
+
+
+@loop
+def _score_128(rows, query, keys, groups, out, near):
+    """And of heads of 128."""
+    if rows == 1:
+        _one_128(query, 256, keys, 256, groups, out, _SCORE_BYTES, near)
+    elif rows == 2:
+        _two_128(query, 256, keys, 256, groups, out, _SCORE_BYTES, near)
+    elif rows == 3:
+        _three_128(query, 256, keys, 256, groups, out, _SCORE_BYTES, near)
+    elif rows == 4:
+        _four_128(query, 256, keys, 256, groups, out, _SCORE_BYTES, near)
+
+
+@loop
+def _score(rows, d, query, keys, groups, out, near):
+    if d == 64:
+        _score_64(rows, query, keys, groups, out, near)
+    else:
+        _score_128(rows, query, keys, groups, out, near)
 
 
 @loop
@@ -269,9 +281,9 @@ def attend_pages(arguments):
                 first, last = num_rows * part // parts_of, num_rows * (part + 1) // parts_of
                 rows = last - first
                 query = queries + ((head * tokens + start) * group + first) * size
-                sums[:] = np.float32(0)
-                peak[:] = np.float32(-np.inf)
-                mass[:] = np.float32(0)
+                fill(sums, 0, rows * d, np.float32(0))
+                fill(peak, 0, rows, np.float32(-np.inf))
+                fill(mass, 0, rows, np.float32(0))
                 reach = before + (last - 1) // group + 1
                 for begin in range(0, reach, KEYS):
                     held = min(KEYS, reach - begin)

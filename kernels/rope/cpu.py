@@ -91,7 +91,8 @@ def rope_write_rows(arguments):
             is_query = head < n
             if q_norm:
                 norm_row(x, q_weight if is_query else k_weight, real(eps), d, normed)
-                x[:] = normed
+                for i in range(d):
+                    x[i] = normed[i]
             if is_query:
                 _rotate(x, cos, sin, scale, d // 2, out)
                 of_query = ((head // group) * tokens + t) * group + head % group

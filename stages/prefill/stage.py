@@ -56,8 +56,8 @@ class Prefill(Stage):
         """model: name, folder, GGUF or hub id.  dtype: of weights and KV; auto is the checkpoint's own.
 
         weights: checkpoint, or what a CPU makes of them as they are loaded: int8 or int4 for few rows, with a copy in
-        dtype for many; int8-only and int4-only do without that copy; fp8 on a GPU.  kv_dtype: fp8 keeps keys and values
-        in a byte each, on a GPU.
+        dtype for many, but where tiles of bytes serve all (see moe-decode); int8-only and int4-only do without that
+        copy; fp8 on a GPU.  kv_dtype: fp8 keeps keys and values in a byte each, on a GPU.
 
         step_budget: longest time that one step may keep the device; auto: 50ms, or where that is more, sixteen times
         what a step costs however short, and six times a decode step on a CPU (64 times the shortest while nothing

@@ -17,11 +17,11 @@ from flowinfer.engine.models.invariant import Invariance
 from flowinfer.engine.models.moe import GatedFFN
 from flowinfer.engine.models.rope import Rope
 from flowinfer.engine.step import StepInput, blocks_of_tokens
-from flowinfer.kernels.activation.cpu import silu_mul
-from flowinfer.kernels.norm.cpu import rms_norm
-from flowinfer.kernels.paged_attention.cpu import attend, plan_pages
+from flowinfer.kernels.activation.cpu import silu_mul, silu_mul_rows
+from flowinfer.kernels.norm.cpu import rms_norm, rms_norm_rows
+from flowinfer.kernels.paged_attention.cpu import attend, plan_pages, ready
 from flowinfer.kernels.rope import Heads
-from flowinfer.kernels.rope.cpu import rope_write
+from flowinfer.kernels.rope.cpu import rope_write, rope_write_rows
 
 
 class CompiledModel(Model):
@@ -36,6 +36,9 @@ class CompiledModel(Model):
         self._norms = [(layer.input_norm_H.float(), layer.post_norm_H.float()) for layer in layers]
         self._qk_norms = [_singles(layer.qk_norm_D) for layer in layers]
         self._last_norm_H = norm_H.float()
+        for kernel in (rms_norm_rows, rope_write_rows, silu_mul_rows):
+            _ = kernel.address  # compiled now, not under the first prompt
+        ready(self.dtype, config.head_dim)
 
     @torch.inference_mode()
     def forward(self, step: StepInput, kv: Tensor) -> Tensor | None:

@@ -242,14 +242,14 @@ class _Phases:
         self._products = [_Product(column) for column in zip(*weights, strict=True)]
         qkv, out, gate_up, down = (product.phases for product in self._products)
         before = [(self._input_norm, True), *qkv, (self._rope, True)]
-        many = [(self._pack, True), (self._tiles, True)]
         after = [*out, (self._post_norm, True), *gate_up, (self._silu, True), *down]
         self.until_written, self.after_attention = len(before), len(after)
         self.rounds = isinstance(weights[0].qkv, Int8Weight)
-        attends: dict[tuple[Phase | None, bool], list[tuple[Phase, bool]]] = {(None, True): many}
-        for few in (self._few, self._pages):
-            attends |= {(few, False): [(few, True)], (few, True): [(few, False), *many]}
-        self._programs = {of: Program([*before, *attend, *after], index) for of, attend in attends.items()}
+        self._around, self._turns = (before, after), index
+        self._programs: dict[tuple[Phase | None, bool], Program] = {}
+        usual = self._pages if cpu_tiles.reads_pages(d, 64) else self._few
+        for few, many in ((None, True), (usual, False), (usual, True)):
+            self._program(few, many=many)
         self._head_dim = d
         self._widest = max(hidden, config.intermediate_size)
 
@@ -300,7 +300,16 @@ class _Phases:
             chunks: dict[str, Value] = {"packed": packed, "chunks": plan.tiled, "num_chunks": len(plan.tiled)}
             self._pack.set(**pages, **chunks, tables=plan.tables, width=width)
             self._tiles.set(**chunks, room=room, apart=apart, tokens=tokens)
-        return self._programs[few, plan.tiled is not None], (positions, room, blocks)
+        return self._program(few, many=plan.tiled is not None), (positions, room, blocks)
+
+    def _program(self, few: Phase | None, *, many: bool) -> Program:
+        """What runs a step with sequences of few queries, by this phase, and of many."""
+        if (few, many) not in self._programs:
+            before, after = self._around
+            attends = [(few, not many)] if few is not None else []
+            attends += [(self._pack, True), (self._tiles, True)] if many else []
+            self._programs[few, many] = Program([*before, *attends, *after], self._turns)
+        return self._programs[few, many]
 
     def narrow(self, turn: int, rows: int) -> None:
         """From here on the turn has fewer rows: those of logits."""
