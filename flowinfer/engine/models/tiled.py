@@ -244,7 +244,7 @@ class _Phases:
         before = [(self._input_norm, True), *qkv, (self._rope, True)]
         after = [*out, (self._post_norm, True), *gate_up, (self._silu, True), *down]
         self.until_written, self.after_attention = len(before), len(after)
-        self.rounds = isinstance(weights[0].qkv, Int8Weight)
+        self.rounds = any(isinstance(weight, Int8Weight) for weight in weights[0])
         self._around, self._turns = (before, after), index
         self._programs: dict[tuple[Phase | None, bool], Program] = {}
         usual = self._pages if cpu_tiles.reads_pages(d, 64) else self._few
