@@ -310,14 +310,18 @@ COLUMNS = 64  # that add_rows takes at a time
 
 
 def add_rows(rows: int) -> Any:
-    """A loop (weights, apart_weights, values, apart, second, steps, out, apart_out, near): out += weights @ values.
+    """A loop (weights, apart_weights, values, apart, count, out, apart_out, near): out += weights @ values.
 
-    A step takes a pair of weights (bfloat16) and two rows of values, `second` bytes from one to the other and `apart`
-    from a pair to the next one; 64 columns of them, bfloat16 as they lie. out float32. near as in scores.
+    A step takes a pair of weights (bfloat16) and two of `count` rows of values, `apart` bytes from one to the next;
+    64 columns of them, bfloat16 as they lie. Behind an odd last row may lie anything: it is taken twice, so the second
+    weight must be 0, and sums are those of a row of zeros there. out float32. near as in scores.
     """
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        weights, apart_weights, values, apart, second, steps, out, apart_out, near = args
+        weights, apart_weights, values, apart, count, out, apart_out, near = args
+        steps = builder.ashr(builder.add(count, number(1)), number(1))
+        whole = builder.ashr(count, number(1))
+        moving = builder.shl(apart, number(1))
         writer = _Writer(context, builder)
         rows_w, rows_out = writer.rows(weights, apart_weights, rows), writer.rows(out, apart_out, rows)
         # Instructions that unpack take 4 numbers of each 8, the low or the high ones; at the end order is restored.
@@ -329,7 +333,8 @@ def add_rows(rows: int) -> Any:
 
         def body(step: Any, places: list[Any], sums: list[Any]) -> list[Any]:
             columns = []
-            for there in (places[1], builder.add(places[1], second)):
+            second = builder.select(builder.icmp_signed("<", step, whole), apart, number(0))
+            for there in (places[1], builder.add(places[1], apart)):
                 for at in (0, 64):
                     writer.prefetch(writer.moved(there, at), 2)
             for at in (0, 64):
@@ -341,7 +346,7 @@ def add_rows(rows: int) -> Any:
             return [writer.dot(total, columns[i % 4], pairs[i // 4]) for i, total in enumerate(sums)]
 
         zero = ir.Constant(SUMS, [0.0] * LANES)
-        reached = writer.loop(steps, [(values, apart), (near, apart)], [zero] * (4 * rows), body)
+        reached = writer.loop(steps, [(values, moving), (near, moving)], [zero] * (4 * rows), body)
         for r, row in enumerate(rows_out):
             for v in range(4):
                 x, y = reached[4 * r + v // 2 * 2 : 4 * r + v // 2 * 2 + 2]
@@ -351,8 +356,8 @@ def add_rows(rows: int) -> Any:
         return context.get_dummy_value()
 
     @intrinsic
-    def added(typing: Any, w: Any, dw: Any, v: Any, dv: Any, second: Any, n: Any, out: Any, do: Any, near: Any) -> Any:
-        return types.void(*[types.int64] * 9), codegen
+    def added(typing: Any, w: Any, dw: Any, v: Any, dv: Any, n: Any, out: Any, do: Any, near: Any) -> Any:
+        return types.void(*[types.int64] * 8), codegen
 
     return added
 

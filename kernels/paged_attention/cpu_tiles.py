@@ -235,16 +235,16 @@ def _score(rows, d, query, keys, groups, out, near):
 
 
 @loop
-def _add(rows, weights, values, apart, second, steps, out, apart_out, near):
+def _add(rows, weights, values, apart, count, out, apart_out, near):
     """64 columns of the weighted sums of up to 4 rows."""
     if rows == 1:
-        _add_one(weights, _WEIGHT_BYTES, values, apart, second, steps, out, apart_out, near)
+        _add_one(weights, _WEIGHT_BYTES, values, apart, count, out, apart_out, near)
     elif rows == 2:
-        _add_two(weights, _WEIGHT_BYTES, values, apart, second, steps, out, apart_out, near)
+        _add_two(weights, _WEIGHT_BYTES, values, apart, count, out, apart_out, near)
     elif rows == 3:
-        _add_three(weights, _WEIGHT_BYTES, values, apart, second, steps, out, apart_out, near)
+        _add_three(weights, _WEIGHT_BYTES, values, apart, count, out, apart_out, near)
     elif rows == 4:
-        _add_four(weights, _WEIGHT_BYTES, values, apart, second, steps, out, apart_out, near)
+        _add_four(weights, _WEIGHT_BYTES, values, apart, count, out, apart_out, near)
 
 
 ATTEND_PAGES = (
@@ -312,21 +312,7 @@ def attend_pages(arguments):
                             near = kv + ((block * layers + layer) * 2 * k + (item + 1) % k) * page_bytes
                         for column in range(0, d, COLUMNS):
                             to, place = total + 4 * column, values + 2 * column
-                            if here > 1:
-                                _add(
-                                    rows,
-                                    weights + 2 * at,
-                                    place,
-                                    2 * size,
-                                    size,
-                                    here // 2,
-                                    to,
-                                    4 * d,
-                                    near + 2 * column,
-                                )
-                            if here % 2:  # behind it may lie anything: the pair's second row is the first again
-                                own_weight, row = weights + 2 * (at + here - 1), place + (here - 1) * size
-                                _add(rows, own_weight, row, 0, 0, 1, to, 4 * d, near)
+                            _add(rows, weights + 2 * at, place, size, here, to, 4 * d, near + 2 * column)
                 for r in range(rows):
                     row = carray(pointer(total + 4 * r * d), d, np.float32)
                     scale(row, d, np.float32(1) / mass[r])

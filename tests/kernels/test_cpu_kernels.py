@@ -94,6 +94,22 @@ def test_attention_over_contexts_that_are_summed_in_parts(sequences: Sequences, 
     _close(case.run(), want, torch.bfloat16)
 
 
+@given(
+    before=st.sampled_from([0, 1, 62, 63, 510, 513]), count=st.integers(1, 45), heads=long_heads,
+    dtype=dtypes, block=st.sampled_from([16, 64]),
+)  # fmt: skip
+@settings(max_examples=30, deadline=None)
+def test_invariant_a_token_gets_the_same_bytes_in_any_chunk(
+    before: int, count: int, heads: Heads, dtype: torch.dtype, block: int
+) -> None:
+    case = Case([(before, count)], heads, dtype, norms=False, block=block)
+    together = case.run(invariant=True)
+    for first, last in ((t, t + 1) for t in range(count)):
+        assert torch.equal(case.part(first, last), together[first:last])
+    for cut in range(1, count, 7):
+        assert torch.equal(torch.cat([case.part(0, cut), case.part(cut, count)]), together)
+
+
 def test_a_token_gets_the_same_bytes_whatever_is_decoded_beside_it() -> None:
     many = Case([(40, 1), (3, 2), (77, 1), (0, 1)], Heads(9, 3, 64), torch.bfloat16, norms=False)
     together = many.run()
@@ -144,9 +160,17 @@ class Case:
         """Of the tokens of a sequence."""
         return slice(int(self.starts[s]), int(self.starts[s + 1]))
 
-    def run(self) -> Tensor:
+    def run(self, *, invariant: bool = False) -> Tensor:
         """[T, N D] by the compiled loops; kv is written."""
-        return self._run(self.qkv, self.positions, self.blocks, self.starts, self.lengths, self.tables)
+        own = self.positions, self.blocks, self.starts, self.lengths, self.tables
+        return self._run(self.qkv, *own, invariant=invariant)
+
+    def part(self, first: int, last: int) -> Tensor:
+        """The same of some tokens of the only sequence, in the invariant mode."""
+        own, starts = slice(first, last), np.array([0, last - first], np.int32)
+        length = self.lengths - (len(self.positions) - last)
+        parts = (x[own].clone() for x in (self.qkv, self.positions, self.blocks))
+        return self._run(*parts, starts, length.astype(np.int32), self.tables, invariant=True)
 
     def alone(self, s: int) -> Tensor:
         """The same of one sequence."""
@@ -158,9 +182,17 @@ class Case:
             self.tables[part],
         )  # fmt: skip
 
-    def _run(self, qkv: Tensor, positions: Tensor, blocks: Tensor, starts: np.ndarray, *lengths: np.ndarray) -> Tensor:
+    def _run(
+        self,
+        qkv: Tensor,
+        positions: Tensor,
+        blocks: Tensor,
+        starts: np.ndarray,
+        *lengths: np.ndarray,
+        invariant: bool = False,
+    ) -> Tensor:
         queries = rope_write(qkv, self.kv, 1, self.heads, positions, blocks, self.rope, self.norms, 1e-6)
-        return attend(queries, self.kv, 1, plan_pages(starts, *lengths, self.heads, self.kv))
+        return attend(queries, self.kv, 1, plan_pages(starts, *lengths, self.heads, self.kv, invariant=invariant))
 
     def reference(self) -> tuple[Tensor, Tensor]:
         """Attention and kv in float64."""
