@@ -36,9 +36,6 @@ def _few(rows, a, apart_a, b, steps, c, apart_c, bias, near, moving):
         _one(a, apart_a, b, 256, steps, c, apart_c, bias, near, moving)
 
 
-LINEAR = "x weight bias y m n k"
-
-
 @loop
 def _more(rows, a, apart_a, b, steps, c, apart_c, bias, near, moving):
     """As _few, of 3 to 6 rows and as one of several groups: the second cache has room for the next panel."""
@@ -50,6 +47,9 @@ def _more(rows, a, apart_a, b, steps, c, apart_c, bias, near, moving):
         _four_more(a, apart_a, b, 256, steps, c, apart_c, bias, near, moving)
     elif rows == 3:
         _three_more(a, apart_a, b, 256, steps, c, apart_c, bias, near, moving)
+
+
+LINEAR = "x weight bias y m n k"
 
 
 @kernel
